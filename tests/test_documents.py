@@ -301,15 +301,6 @@ def test_file_names_may_hold_anything(tmp_path: Path) -> None:
     assert "is empty" in refused(tmp_path)
 
 
-def test_a_very_deep_folder_is_walked(tmp_path: Path) -> None:
-    deep = tmp_path
-    for _ in range(1200):  # deeper than Python's stack, which a recursive walk would overflow
-        deep = deep / "d"
-        deep.mkdir()
-    write(deep / "a.md")
-    assert [d.id for d in read_documents(tmp_path)] == ["a"]
-
-
 def test_reading_documents_needs_no_torch() -> None:
     code = "import sys, kvweave.documents; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
