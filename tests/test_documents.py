@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvweave.documents import TEXT_KEYS, DocumentFile, read_documents
@@ -73,6 +73,7 @@ def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
     assert read_documents(write(tmp_path / "a.txt", b"\xef\xbb\xbfhello"))[0].text == "hello"
 
 
+@settings(deadline=None)
 @given(text=TEXT.filter(str.strip), bom=st.booleans())
 def test_any_utf8_text_comes_back_with_plain_line_ends(tmp_path_factory: pytest.TempPathFactory, text: str, bom: bool):
     path = write(tmp_path_factory.mktemp("d") / "a.txt", b"\xef\xbb\xbf" * bom + text.encode())
@@ -85,6 +86,7 @@ def test_any_utf8_text_comes_back_with_plain_line_ends(tmp_path_factory: pytest.
     assert document.text == text.replace("\r\n", "\n").replace("\r", "\n").strip()
 
 
+@settings(deadline=None)
 @given(data=st.binary(max_size=64))
 def test_any_bytes_give_a_document_or_a_typed_error(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     folder = tmp_path_factory.mktemp("d")
@@ -178,6 +180,7 @@ def test_a_file_reached_twice_is_read_once_at_its_first_place(tmp_path: Path) ->
     assert [d.path for d in read_documents([b, tmp_path / "d", tmp_path / "again"])] == [b, a]
 
 
+@settings(deadline=None)
 @given(names=st.lists(st.sampled_from(["x.md", "x.txt", "a/x.md", "b/x.md", "b/y.jsonl", "y.jsonl"]), unique=True))
 def test_ids_are_unique_and_do_not_depend_on_the_order(
     tmp_path_factory: pytest.TempPathFactory, names: list[str]

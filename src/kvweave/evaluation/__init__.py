@@ -1,0 +1,1 @@
+"""Data sets, metrics and reports that measure what reuse costs in answer quality and saves in time."""
