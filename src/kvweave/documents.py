@@ -103,9 +103,7 @@ def _files(path: str | Path) -> list[Path]:
     if stat.S_ISREG(mode):
         return [path]
     if not stat.S_ISDIR(mode):
-        raise DocumentError(
-            f"'{_show(path)}' is neither a file nor a folder. Save its content to a file and name that."
-        )
+        raise DocumentError(f"'{_show(path)}' is neither a file nor a folder. Save its content to a file and name that.")
     files = list(_walk(path))
     if not files:
         known = ", ".join(s for s in (*TEXT_SUFFIXES, JSONL_SUFFIX) if s)
@@ -133,9 +131,7 @@ def _walk(top: Path) -> Iterator[Path]:
         elif stat.S_ISDIR(status.st_mode):
             here = (status.st_dev, status.st_ino)
             if here in above:
-                raise DocumentError(
-                    f"'{_show(path)}' links back to a folder above it. Remove the link, or name the files."
-                )
+                raise DocumentError(f"'{_show(path)}' links back to a folder above it. Remove the link, or name the files.")
             if here in visited:
                 continue
             visited.add(here)
@@ -209,9 +205,7 @@ def _decode(path: Path, data: bytes) -> str:
     except UnicodeDecodeError as error:
         offset = start + error.start
         what = f"0x{data[offset]:02x} at byte {offset:,}"
-        raise DocumentError(
-            f"'{_show(path)}' is not UTF-8 text ({what}). Save it as UTF-8, or leave it out."
-        ) from error
+        raise DocumentError(f"'{_show(path)}' is not UTF-8 text ({what}). Save it as UTF-8, or leave it out.") from error
 
 
 def _read_jsonl(path: Path, text: str) -> Iterator[_Found]:
@@ -226,9 +220,7 @@ def _record(path: Path, number: int, line: str) -> _Found:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DocumentError(
-            f"{where} is not JSON: {error.msg} (column {error.colno}). Write one object a line."
-        ) from error
+        raise DocumentError(f"{where} is not JSON: {error.msg} (column {error.colno}). Write one object a line.") from error
     except (ValueError, RecursionError) as error:
         raise DocumentError(f"{where} is not usable JSON: a number is too long or the nesting too deep.") from error
     if not isinstance(record, dict):
@@ -259,9 +251,7 @@ def _string(value: object, key: str, where: str) -> str:
         raise DocumentError(f"{where}: '{key}' is a {type(value).__name__}, not a string. Write it in quotes.")
     if any("\ud800" <= char <= "\udfff" for char in value):
         # No tokenizer takes half of a surrogate pair; found here, the message can still name the line.
-        raise DocumentError(
-            f"{where}: '{key}' holds half of a surrogate pair (\\ud800 to \\udfff). Write whole characters."
-        )
+        raise DocumentError(f"{where}: '{key}' holds half of a surrogate pair (\\ud800 to \\udfff). Write whole characters.")
     return value.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -288,9 +278,7 @@ def _with_unique_ids(found: Sequence[_Found]) -> list[DocumentFile]:
             document = replace(document, id=item.place)
         if document.id in places:
             both = f"{places[document.id]} and {item.place}"
-            raise DocumentError(
-                f"Two documents have the id '{_printable(document.id)}': {both}. Change one of the ids."
-            )
+            raise DocumentError(f"Two documents have the id '{_printable(document.id)}': {both}. Change one of the ids.")
         places[document.id] = item.place
         documents.append(document)
     return documents

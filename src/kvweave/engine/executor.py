@@ -1,0 +1,254 @@
+"""Runs any batch of plans in one forward pass of the model.
+
+Per layer: narrow the rows (``Keep``, resolved ``Select``), then inside attention: rotate -> load -> score -> write ->
+attend. Prefill, decode, fusion and several requests at once are the same call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvweave.attention import AttentionBackend, LayerOptions, ViewRows
+from kvweave.core.batch import Batch, build_batch
+from kvweave.core.plan import Keep, Load, RequestPlan, Select
+from kvweave.core.report import Deviation
+from kvweave.kv.pool import KVPool, SlotIndex
+from kvweave.kv.rotary import PositionTables, Rotary
+from kvweave.models.adapter import DecoderAdapter
+from kvweave.reuse.selectors.base import choose
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """What one plan of a step produced."""
+
+    logits: Tensor
+    """[k, vocabulary] for the plan's ``logits`` rows."""
+    rows_per_layer: tuple[int, ...]
+    """Rows of this plan computed in each layer."""
+    recomputed: int
+    """Tokens of fused chunks that went on behind the first narrowing."""
+    charged: int
+    """Row-layers charged to the recompute budget, layers run in full and prepasses included."""
+    deviations: tuple[Deviation, ...] = ()
+    finite: bool = True
+    """False if a KV deviation was not finite: the result must not be used."""
+
+
+class Executor:
+    """Runs plans over one pool. Not thread-safe: one step at a time."""
+
+    def __init__(self, adapter: DecoderAdapter, pool: KVPool, attention: AttentionBackend) -> None:
+        self.adapter = adapter
+        self.pool = pool
+        self.attention = attention
+
+    @torch.inference_mode()
+    def run(self, plans: Sequence[RequestPlan]) -> list[PlanResult]:
+        """One forward pass over all plans; results in the same order."""
+        batch = build_batch(plans)
+        step = _Step(batch, self.pool, self.adapter.rotary, self.attention)
+        device = self.pool.device
+        logits = self.adapter.forward(batch.token_ids.to(device), batch.positions.to(device), step)
+        return step.results(logits)
+
+
+@dataclass
+class _PlanState:
+    """Rows of one plan that are still computed, and what was counted on the way."""
+
+    plan: RequestPlan
+    alive: Tensor
+    """Row indices of the plan, ascending."""
+    chosen: dict[int, Tensor] = field(default_factory=dict)
+    """Layer -> rows that a resolved ``Select`` sends there."""
+    rows: list[int] = field(default_factory=list)
+    reusable: list[int] = field(default_factory=list)
+    deviations: list[Deviation] = field(default_factory=list)
+    finite: bool = True
+
+    def rows_before(self, layer: int) -> Tensor | None:
+        if layer in self.chosen:
+            return self.chosen[layer]
+        rows = [s.rows for s in self.plan.steps if isinstance(s, Keep) and s.before_layer == layer]
+        return rows[-1] if rows else None
+
+    def count(self) -> None:
+        self.rows.append(self.alive.numel())
+        mask = self.plan.reusable
+        self.reusable.append(0 if mask is None else int(mask[self.alive].sum()))
+
+    @property
+    def charged(self) -> int:
+        return sum(self.rows if self.plan.prepass else self.reusable)
+
+    @property
+    def recomputed(self) -> int:
+        """Reusable rows behind the first narrowing; all of them where nothing narrows."""
+        first = self.reusable[0]
+        return 0 if self.plan.prepass else next((n for n in self.reusable if n < first), first)
+
+
+@dataclass
+class _PreparedLoad:
+    load: Load
+    index: SlotIndex
+    tables: PositionTables
+    tokens: slice | Tensor
+
+
+class _Step:
+    """The ``LayerDriver`` of one forward pass."""
+
+    def __init__(self, batch: Batch, pool: KVPool, rotary: Rotary, attention: AttentionBackend) -> None:
+        self.batch = batch
+        self.pool = pool
+        self.attention = attention
+        self.states = [_PlanState(p, torch.arange(p.num_rows)) for p in batch.plans]
+        self.tables = rotary.at(batch.positions.to(pool.device))
+        self.loads = [self._prepare_load(load, rotary) for p in batch.plans for load in p.loads]
+        self.contexts = {id(v): SlotIndex.of(v.context, pool.device) for p in batch.plans for v in p.views}
+        pool.positions[batch.slots.to(pool.device)] = batch.positions.to(pool.device)
+        self._arrange()
+
+    def _prepare_load(self, load: Load, rotary: Rotary) -> _PreparedLoad:
+        device = self.pool.device
+        self.pool.positions[load.slots.to(device)] = load.positions.to(device)
+        n, first = load.tokens.numel(), int(load.tokens[0])
+        contiguous = int(load.tokens[-1]) - first == n - 1
+        tokens = slice(first, first + n) if contiguous else load.tokens
+        return _PreparedLoad(load, SlotIndex.of(load.slots, device), rotary.at(load.rotate_at.to(device)), tokens)
+
+    def _arrange(self) -> None:
+        """Everything that depends on which rows are alive: write slots, views, attention blocks."""
+        slots, views, at = [], [], 0
+        for state, offset in zip(self.states, self.batch.offsets, strict=False):
+            plan, alive = state.plan, state.alive
+            slots.append(self.batch.slots[offset + alive])
+            for view in plan.views:
+                a, b = torch.searchsorted(alive, torch.tensor([view.start, view.stop])).tolist()
+                if a == b:
+                    continue
+                rows = alive[a:b]
+                visible = view.visible[rows - view.start]
+                context = self.contexts[id(view)]
+                views.append(ViewRows(at + a, at + b, context, visible, plan.positions[rows]))
+            at += alive.numel()
+        self.write_index = SlotIndex.of(torch.cat(slots), self.pool.device)
+        self.prepared = self.attention.prepare(views, self.pool)
+
+    def narrow(self, layer: int) -> Tensor | None:
+        if layer == self.pool.layout.num_layers:
+            return self._logit_rows()
+        targets = [state.rows_before(layer) for state in self.states]
+        index = None
+        if any(t is not None and t.numel() < s.alive.numel() for t, s in zip(targets, self.states, strict=True)):
+            index = self._drop_rows(targets)
+        for state in self.states:
+            state.count()
+        return index
+
+    def _drop_rows(self, targets: list[Tensor | None]) -> Tensor:
+        kept, at = [], 0
+        for state, target in zip(self.states, targets, strict=True):
+            size = state.alive.numel()
+            if target is None:
+                kept.append(torch.arange(at, at + size))
+            else:
+                kept.append(torch.searchsorted(state.alive, target) + at)
+                state.alive = target
+            at += size
+        index = torch.cat(kept).to(self.pool.device)
+        self.tables = self.tables.narrow(index)
+        self._arrange()
+        return index
+
+    def _logit_rows(self) -> Tensor:
+        rows, at = [], 0
+        for state in self.states:
+            rows.append(torch.searchsorted(state.alive, state.plan.logits) + at)
+            at += state.alive.numel()
+        return torch.cat(rows).to(self.pool.device)
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, options: dict[str, Any]) -> Tensor:
+        rotated_q, rotated_k = self.tables.rotate(layer, queries, keys)
+        for item in self.loads:
+            if layer >= item.load.first_layer:
+                self._load(layer, item)
+        self._select(layer, rotated_k, values)
+        self.pool.write(layer, self.write_index, rotated_k, values)
+        self._save(layer, keys, values)
+        out = self.attention.run(self.prepared, layer, rotated_q, self.pool, LayerOptions(**options))
+        self._observe(layer, rotated_q, options["scaling"])
+        return out
+
+    def _load(self, layer: int, item: _PreparedLoad) -> None:
+        keys, values = item.load.source.layer(layer)
+        device = self.pool.device
+        keys, values = keys[:, item.tokens].to(device), values[:, item.tokens].to(device)
+        self.pool.write(layer, item.index, item.tables.rotate_keys(layer, keys), values)
+
+    def _select(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Resolve the ``Select`` steps that look at this layer, before anything of it is overwritten."""
+        at = 0
+        for state in self.states:
+            for step in state.plan.steps:
+                if isinstance(step, Select) and step.after_layer == layer:
+                    self._resolve(state, step, layer, keys, values, at)
+            at += state.alive.numel()
+
+    def _resolve(self, state: _PlanState, step: Select, layer: int, keys: Tensor, values: Tensor, at: int) -> None:
+        candidates = step.candidates[torch.isin(step.candidates, state.alive)]
+        index = (torch.searchsorted(state.alive, candidates) + at).to(self.pool.device)
+        old_k, old_v = self.pool.read(layer, SlotIndex.of(state.plan.slots[candidates], self.pool.device))
+        scores = step.scorer.score(keys[:, index], values[:, index], old_k, old_v).cpu()
+        state.finite &= bool(torch.isfinite(scores).all())
+        chosen = choose(torch.nan_to_num(scores), step.keep, always=torch.isin(candidates, step.heads))
+        rows = torch.cat([step.always, candidates[chosen]]).sort().values
+        state.chosen[layer + 1] = rows
+        state.deviations.append(_deviation(layer, scores, chosen))
+
+    def _save(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        for state, offset in zip(self.states, self.batch.offsets, strict=False):
+            for save in state.plan.saves:  # plans that save rows never narrow, so row = offset + index
+                rows = slice(offset + save.start, offset + save.stop)
+                target = slice(save.offset, save.offset + save.stop - save.start)
+                save.sink.put(layer, target, keys[:, rows], values[:, rows])
+
+    def _observe(self, layer: int, queries: Tensor, scaling: float) -> None:
+        at = 0
+        for state in self.states:
+            plan, n = state.plan, state.alive.numel()
+            if plan.observer is not None:
+                (view,) = plan.views
+                keys, _ = self.pool.read(layer, self.contexts[id(view)])
+                plan.observer.observe(layer, queries[:, at : at + n], keys, view.visible, scaling)
+            at += n
+
+    def results(self, logits: Tensor) -> list[PlanResult]:
+        sizes = [s.plan.logits.numel() for s in self.states]
+        return [
+            PlanResult(part, tuple(s.rows), s.recomputed, s.charged, tuple(s.deviations), s.finite)
+            for s, part in zip(self.states, logits.split(sizes), strict=True)
+        ]
+
+
+def _deviation(layer: int, scores: Tensor, chosen: Tensor) -> Deviation:
+    if not scores.numel():
+        return Deviation(layer, 0.0, 0.0, 0.0, 0.0, 0.0)
+    rest = torch.ones_like(scores, dtype=torch.bool)
+    rest[chosen] = False
+    return Deviation(
+        layer=layer,
+        mean=float(scores.mean()),
+        p95=float(scores.kthvalue(max(1, math.ceil(0.95 * scores.numel()))).values),
+        max=float(scores.max()),
+        chosen=chosen.numel() / scores.numel(),
+        max_unchosen=float(scores[rest].max()) if bool(rest.any()) else 0.0,
+    )

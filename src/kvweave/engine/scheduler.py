@@ -1,0 +1,64 @@
+"""Which sequences run in the next step. Knows counts, not tensors.
+
+| state | where | leaves when |
+|---|---|---|
+| waiting | ``waiting``, first come first served | its slots can be reserved |
+| running | ``running`` | it finished or was aborted |
+
+A sequence reserves the slots of its prompt and its longest answer when it starts, so it can never be stuck half-way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+
+class Schedulable(Protocol):
+    @property
+    def pending_rows(self) -> int:
+        """Rows of its next plan: 1 when it decodes."""
+        ...
+
+
+S = TypeVar("S", bound=Schedulable)
+
+
+class Scheduler(Generic[S]):
+    """Continuous batching: decodes always join, prefills fill what is left of the step."""
+
+    def __init__(self, max_step_rows: int) -> None:
+        self.max_step_rows = max_step_rows
+        self.waiting: deque[S] = deque()
+        self.running: list[S] = []
+
+    def add(self, sequence: S) -> None:
+        self.waiting.append(sequence)
+
+    def admit(self, start: Callable[[S], bool]) -> None:
+        """Start waiting sequences in order; the first whose ``start`` says no ends the round, so none is overtaken."""
+        while self.waiting and start(self.waiting[0]):
+            self.running.append(self.waiting.popleft())
+
+    def schedule(self) -> list[S]:
+        """Sequences of the next step, at most ``max_step_rows`` rows; one always runs, however large its plan."""
+        order = sorted(self.running, key=lambda s: s.pending_rows > 1)  # stable: decodes first, then by arrival
+        chosen: list[S] = []
+        rows = 0
+        for sequence in order:
+            if not chosen or rows + sequence.pending_rows <= self.max_step_rows:
+                chosen.append(sequence)
+                rows += sequence.pending_rows
+        return chosen
+
+    def remove(self, sequence: S) -> None:
+        """Forget a sequence, wherever it is."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running

