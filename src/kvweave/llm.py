@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
 
+import torch
+from torch import Tensor
+
 from kvweave.config import EngineConfig
-from kvweave.core.prompt import Document, Prompt, Segment
-from kvweave.core.report import Delta, Output
+from kvweave.core.prompt import Document, Prompt, Segment, TokenPrompt, TokenSpan
+from kvweave.core.report import Delta, Output, ReuseReport
 from kvweave.core.sampling import SamplingParams
 from kvweave.engine.build import Built, build_engine
 from kvweave.engine.precompute import precompute
@@ -37,6 +40,14 @@ class Precomputed:
     id: str
     computed_tokens: int
     chunk_tokens: int
+
+
+@dataclass(frozen=True)
+class Scores:
+    """``logits`` [tokens, vocabulary] fp32 on the CPU, and how the prompt was computed."""
+
+    logits: Tensor
+    reuse: ReuseReport
 
 
 class LLM:
@@ -144,6 +155,28 @@ class LLM:
             if sequence.output is None:
                 with self._lock:
                     self.engine.abort(sequence)
+
+    def score(self, prompt: str | Prompt | Messages, continuation: Sequence[int], **cache: Any) -> Scores:
+        """Logits of the model at each token of ``continuation`` behind a prompt, teacher-forced, in one prefill.
+
+        Row 0 is the distribution of the first answer token: what two techniques are compared by (first-token KL).
+        """
+        asked, technique = self._technique(cache)
+        if not isinstance(prompt, str | Prompt):
+            prompt = self.render(prompt)
+        request = self._request(prompt, SamplingParams(max_tokens=0), asked, technique)
+        forced = TokenSpan(tuple(continuation[:-1]))  # the last one is predicted, not read
+        tokens = TokenPrompt((*request.prompt.spans, forced))
+        request = replace(request, prompt=tokens, keep_logits=len(forced.token_ids) + 1)
+        with self._lock:
+            sequence = self.engine.add(request)
+            (output,) = self.engine.run([sequence])
+        return Scores(torch.cat(sequence.prompt_logits).float().cpu(), output.reuse)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget the exact prefixes; returns the number of tokens. Chunk records stay."""
+        with self._lock:
+            return self.engine.tree.clear(self.config.tenant)
 
     def precompute(
         self,

@@ -21,7 +21,7 @@ from kvweave.engine.lookup import find_reuse, without_hits
 from kvweave.engine.scheduler import Scheduler
 from kvweave.engine.sequence import Lookup, Request, Sequence
 from kvweave.engine.text_stream import TextDecoder, TextStream
-from kvweave.errors import ContextLengthExceeded, IntegrityError, PlanError, PromptExceedsPool
+from kvweave.errors import ContextLengthExceeded, IntegrityError, InvalidRequest, PlanError, PromptExceedsPool
 from kvweave.index.chunks import ChunkIndex
 from kvweave.index.prefix_tree import PrefixTree
 from kvweave.kv.allocator import SlotAllocator
@@ -74,6 +74,8 @@ class Engine:
     def add(self, request: Request) -> Sequence:
         """Queue a request. Raises ``ContextLengthExceeded`` or ``PromptExceedsPool`` if it can never run."""
         n, limit = len(request.prompt.token_ids), self.parts.context_length
+        if request.keep_logits > n:
+            raise InvalidRequest(f"Logits of {request.keep_logits} tokens are wanted, the prompt has {n}.")
         if n + min(1, request.params.max_tokens) > limit:
             raise ContextLengthExceeded(
                 f"The prompt has {n:,} tokens, the limit is {limit:,} (with at least one for the answer). "
@@ -165,7 +167,8 @@ class Engine:
     def _shared_prefix(self, sequence: Sequence) -> Tensor:
         if sequence.request.technique.reuse == "off":
             return torch.empty(0, dtype=torch.int64)
-        return self.tree.match(sequence.prompt_ids[:-1], self.parts.chunks.tenant)  # the last token is always computed
+        computed = max(1, sequence.request.keep_logits)  # tokens that need logits are always computed
+        return self.tree.match(sequence.prompt_ids[:-computed], self.parts.chunks.tenant)
 
     def _begin(self, sequence: Sequence) -> None:
         lookup = _looked_up(sequence)
@@ -202,6 +205,8 @@ class Engine:
             return
         if sequence.pending:
             sequence.pending.popleft()
+            if sequence.request.keep_logits:
+                sequence.prompt_logits.append(result.logits)
             if not sequence.pending:
                 self._next_plan(sequence)
             if sequence.pending:

@@ -35,11 +35,12 @@ def find_reuse(
         layout=layout,
         max_rows=max_rows,
         resident=resident,
+        num_logits=max(1, sequence.request.keep_logits),
     )
     if technique.reuse == "off":
         return Lookup(request, "off", technique, None, ())
     found, segments = chunks.lookup(prompt, sequence.request.anchors)
-    exact, fused = _classify(found, resident, sequence.num_prompt)
+    exact, fused = _classify(found, resident, sequence.num_prompt - request.num_logits)
     request = dataclasses.replace(request, exact_hits=exact)
     if technique.reuse == "exact":
         return Lookup(request, "exact", technique, None, segments)
@@ -56,11 +57,11 @@ def without_hits(request: PlanRequest) -> PlanRequest:
     return dataclasses.replace(request, hits=())
 
 
-def _classify(found: list[FoundChunk], resident: int, num_prompt: int) -> tuple[tuple[ChunkHit, ...], tuple[ChunkHit, ...]]:
+def _classify(found: list[FoundChunk], resident: int, end: int) -> tuple[tuple[ChunkHit, ...], tuple[ChunkHit, ...]]:
     exact: list[ChunkHit] = []
     fused: list[ChunkHit] = []
     for chunk in found:
-        start, stop = max(chunk.start, resident), min(chunk.stop, num_prompt - 1)  # the last token is always computed
+        start, stop = max(chunk.start, resident), min(chunk.stop, end)  # tokens that need logits are always computed
         if start >= stop:
             continue
         skipped = start - chunk.start

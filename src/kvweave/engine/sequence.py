@@ -29,6 +29,8 @@ class Request:
     technique: Technique
     asked: str
     anchors: tuple[tuple[int, ...], ...] = ((),)
+    keep_logits: int = 0
+    """Logits of so many of the last prompt tokens are kept on the sequence, for evaluation."""
 
 
 @dataclass
@@ -58,6 +60,8 @@ class Sequence:
     """Blocks of the prefill that are left of the plan taken last."""
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logits: list[Tensor] = field(default_factory=list)
+    """Blocks [k, vocabulary]; together the last ``keep_logits`` prompt tokens."""
     charged: int = 0
     recomputed: int = 0
     deviations: list[Deviation] = field(default_factory=list)
@@ -108,6 +112,7 @@ class Sequence:
     def forget_counts(self) -> None:
         """The work so far was for nothing (a restart)."""
         self.charged = self.recomputed = 0
+        self.prompt_logits.clear()
         self.deviations.clear()
         self.pending.clear()
 

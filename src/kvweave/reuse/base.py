@@ -57,6 +57,8 @@ class PlanRequest:
     """Chunks behind the resident tokens that stand where their anchor says: exact, loaded without repair."""
     hits: tuple[ChunkHit, ...] = ()
     """All other chunk hits, in prompt order, disjoint: approximate unless repaired."""
+    num_logits: int = 1
+    """How many of the last tokens need logits; those are always computed."""
 
     @property
     def num_tokens(self) -> int:
@@ -83,8 +85,9 @@ class PlanRequest:
 
     @property
     def candidates(self) -> Tensor:
-        """Orders of all tokens of fused chunks, [N] ascending. The last prompt token is never one of them."""
-        return concat_orders([torch.arange(h.start, min(h.stop, self.num_tokens - 1)) for h in self.hits])
+        """Orders of all tokens of fused chunks, [N] ascending. Tokens that need logits are never among them."""
+        end = self.num_tokens - self.num_logits
+        return concat_orders([torch.arange(h.start, min(h.stop, end)) for h in self.hits if h.start < end])
 
     @property
     def forced(self) -> Tensor:
@@ -101,7 +104,8 @@ class PlanRequest:
         for i, hit in enumerate(self.hits):
             start = hit.start if hit.border else start
             if i + 1 == len(self.hits) or self.hits[i + 1].border:
-                parts.append(torch.arange(start, min(start + k, hit.stop, self.num_tokens - 1)))
+                stop = min(start + k, hit.stop, self.num_tokens - self.num_logits)
+                parts.append(torch.arange(start, max(start, stop)))
         return concat_orders(parts)
 
     def exact_loads(self) -> tuple[Load, ...]:
@@ -151,7 +155,7 @@ class PlanRequest:
             positions=orders,
             slots=self.slots[orders],
             views=(View(0, orders.numel(), self.slots[: last + 1], orders + 1),),
-            logits=torch.tensor([orders.numel() - 1] if logits else [], dtype=torch.int64),
+            logits=torch.nonzero(orders >= self.num_tokens - self.num_logits).flatten() if logits else orders[:0],
             steps=steps,
             loads=loads,
             observer=observer,

@@ -100,7 +100,7 @@ class CacheBlend:
             if h.start < stop and h.stop > start
         )
         exact = request.exact_loads() if first else ()
-        return request.compile(orders, loads=exact + loads, steps=steps, logits=stop == request.num_tokens)
+        return request.compile(orders, loads=exact + loads, steps=steps, logits=True)
 
 
 def _gradual(first: int, layers: int, ratio: float) -> list[tuple[int, float]]:
