@@ -182,9 +182,7 @@ def test_a_file_reached_twice_is_read_once_at_its_first_place(tmp_path: Path) ->
 
 @settings(deadline=None)
 @given(names=st.lists(st.sampled_from(["x.md", "x.txt", "a/x.md", "b/x.md", "b/y.jsonl", "y.jsonl"]), unique=True))
-def test_ids_are_unique_and_do_not_depend_on_the_order(
-    tmp_path_factory: pytest.TempPathFactory, names: list[str]
-) -> None:
+def test_ids_are_unique_and_do_not_depend_on_the_order(tmp_path_factory: pytest.TempPathFactory, names: list[str]) -> None:
     folder = tmp_path_factory.mktemp("d")
     paths = [write(folder / name, '{"text": "t"}' if name.endswith("jsonl") else "t") for name in names]
     if not paths:
@@ -218,9 +216,7 @@ def test_ids_are_unique_and_do_not_depend_on_the_order(
         (lambda d: "/dev/null", "neither a file nor a folder"),
     ],
 )
-def test_an_unusable_path_is_one_line_that_says_why(
-    tmp_path: Path, make: Callable[[Path], str | Path], part: str
-) -> None:
+def test_an_unusable_path_is_one_line_that_says_why(tmp_path: Path, make: Callable[[Path], str | Path], part: str) -> None:
     assert part in refused(make(tmp_path))
 
 

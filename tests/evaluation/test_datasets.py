@@ -29,9 +29,7 @@ def write(path: Path, *records: object) -> Path:
 def dialogues(count: int, split: str | None = "train", words: int = 60, start: int = 0) -> list[dict[str, Any]]:
     """Records whose dialogues share no line, so that a leak can be seen by searching for text."""
     numbers = range(start, start + count)
-    made = [
-        {"id": i, "dialogue": f"Speaker{i}: " + f"word{i} " * words, "summary": f"Speaker{i} talks."} for i in numbers
-    ]
+    made = [{"id": i, "dialogue": f"Speaker{i}: " + f"word{i} " * words, "summary": f"Speaker{i} talks."} for i in numbers]
     return made if split is None else [record | {"split": split} for record in made]
 
 

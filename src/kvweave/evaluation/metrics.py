@@ -214,9 +214,7 @@ def paired_bootstrap(
     return float(difference.mean()), float(low), float(high)
 
 
-def _resampled_means(
-    sums: np.ndarray, counts: np.ndarray, resamples: int, generator: np.random.Generator
-) -> np.ndarray:
+def _resampled_means(sums: np.ndarray, counts: np.ndarray, resamples: int, generator: np.random.Generator) -> np.ndarray:
     """[resamples] means over all values of the groups drawn: larger groups weigh more, as in the plain mean."""
     groups = len(sums)
     step = max(1, _DRAWS_AT_ONCE // groups)
