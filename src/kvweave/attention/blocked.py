@@ -54,7 +54,7 @@ class PreparedView:
 class BlockedAttention:
     name = "blocked"
 
-    def __init__(self, block_rows: int = 128) -> None:
+    def __init__(self, block_rows: int = 256) -> None:
         self.block_rows = block_rows
 
     def prepare(self, views: Sequence[ViewRows], pool: KVPool) -> list[PreparedView]:
@@ -63,16 +63,18 @@ class BlockedAttention:
     def run(self, prepared: list[PreparedView], layer: int, queries: Tensor, pool: KVPool, options: LayerOptions) -> Tensor:
         spec = pool.layout.layers[layer]
         groups = spec.num_heads // spec.num_kv_heads
-        queries = (queries * options.scaling).view(spec.num_kv_heads, groups, -1, spec.key_dim)
-        out = queries.new_empty(queries.shape[2], spec.num_heads, spec.value_dim)
+        queries = queries * options.scaling
+        out = queries.new_empty(queries.shape[1], spec.num_heads, spec.value_dim)
         for view in prepared:
             segments = _segments(view.rows, layer, pool)
             for block in view.for_window(options.window, pool):
-                rows = block.end - block.start
-                q = queries[:, :, block.start : block.end].reshape(spec.num_kv_heads, groups * rows, spec.key_dim)
-                attended = _attend(q, segments, block, groups, options)  # [kv_heads, groups * rows, value_dim]
-                attended = attended.view(spec.num_heads, rows, spec.value_dim)
-                out[block.start : block.end] = attended.transpose(0, 1)
+                rows = slice(block.start, block.end)
+                for head in range(spec.num_kv_heads):  # one product per KV head: a batched one would copy K and V
+                    heads = slice(head * groups, (head + 1) * groups)
+                    q = queries[heads, rows].reshape(-1, spec.key_dim)
+                    sinks = None if options.sinks is None else options.sinks[heads]
+                    attended = _attend(q, [(o, k[head], v[head]) for o, k, v in segments], block, options.softcap, sinks)
+                    out[rows, heads] = attended.view(groups, -1, spec.value_dim).transpose(0, 1)
         return out
 
 
@@ -105,32 +107,35 @@ def _segments(view: ViewRows, layer: int, pool: KVPool) -> list[tuple[int, Tenso
 
 
 def _attend(
-    q: Tensor, segments: list[tuple[int, Tensor, Tensor]], block: Block, groups: int, options: LayerOptions
+    q: Tensor,
+    segments: list[tuple[int, Tensor, Tensor]],
+    block: Block,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
+    """Attention of one KV head: ``q`` [heads of the group * rows, dim], K and V [context, dim] -> [..., value_dim]."""
     parts = []
     for offset, keys, values in segments:
-        a, b = max(block.first - offset, 0), min(block.stop - offset, keys.shape[1])
+        a, b = max(block.first - offset, 0), min(block.stop - offset, keys.shape[0])
         if a < b:
-            parts.append((keys[:, a:b], values[:, a:b]))
-    scores = [torch.matmul(q, keys.transpose(1, 2)) for keys, _ in parts]
-    weights = _weights(scores[0] if len(scores) == 1 else torch.cat(scores, -1), block, groups, options)
+            parts.append((keys[a:b], values[a:b]))
+    scores = [torch.mm(q, keys.t()) for keys, _ in parts]
+    weights = _weights(scores[0] if len(scores) == 1 else torch.cat(scores, -1), block, softcap, sinks)
     if len(parts) == 1:
-        return torch.matmul(weights, parts[0][1])
-    pieces = weights.split([values.shape[1] for _, values in parts], dim=-1)
-    return torch.stack([torch.matmul(w, values) for w, (_, values) in zip(pieces, parts, strict=True)]).sum(0)
+        return torch.mm(weights, parts[0][1])
+    pieces = weights.split([values.shape[0] for _, values in parts], dim=-1)
+    return torch.stack([torch.mm(w, values) for w, (_, values) in zip(pieces, parts, strict=True)]).sum(0)
 
 
-def _weights(scores: Tensor, block: Block, groups: int, options: LayerOptions) -> Tensor:
-    """Softmax over the visible columns; ``scores`` [kv_heads, groups * rows, columns] is overwritten."""
+def _weights(scores: Tensor, block: Block, softcap: float | None, sinks: Tensor | None) -> Tensor:
+    """Softmax over the visible columns; ``scores`` [heads of the group * rows, columns] is overwritten."""
     dtype = scores.dtype
-    if options.softcap is not None:
-        scores = torch.tanh(scores.float() / options.softcap) * options.softcap
+    if softcap is not None:
+        scores = torch.tanh(scores.float() / softcap) * softcap
+    rows = block.end - block.start
     if block.hidden is not None:
-        rows = block.end - block.start
-        tail = scores.view(scores.shape[0], groups, rows, -1)[..., block.masked - block.first :]
-        tail.masked_fill_(block.hidden, float("-inf"))
-    if options.sinks is None:
+        scores.view(-1, rows, scores.shape[1])[..., block.masked - block.first :].masked_fill_(block.hidden, float("-inf"))
+    if sinks is None:
         return torch.softmax(scores, -1).to(dtype)
-    sinks = options.sinks.to(scores.dtype).view(scores.shape[0], groups, 1, 1)
-    sinks = sinks.expand(-1, -1, block.end - block.start, 1).reshape(scores.shape[0], -1, 1)
-    return torch.softmax(torch.cat([scores, sinks], -1).float(), -1)[..., :-1].to(dtype)
+    column = sinks.to(scores.dtype).repeat_interleave(rows)[:, None]
+    return torch.softmax(torch.cat([scores, column], -1).float(), -1)[..., :-1].to(dtype)
