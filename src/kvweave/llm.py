@@ -108,12 +108,13 @@ class LLM:
         """Complete one prompt or a list of them; a list runs as one ragged batch.
 
         A prompt is a string or a ``Prompt`` of strings and ``Document``s. ``cache``: ``reuse``, ``technique``,
-        ``recompute_ratio`` for this call. Raises ``RequestError``s before anything runs.
+        ``recompute_ratio`` for this call; a list of techniques is one per prompt, so that those compared share a batch.
+        Raises ``RequestError``s before anything runs.
         """
         single = isinstance(prompts, str | Prompt)
         batch = [prompts] if isinstance(prompts, str | Prompt) else list(prompts)
-        asked, technique = self._technique(cache)
-        requests = [self._request(p, sampling, asked, technique) for p in batch]
+        chosen = self._techniques(cache, len(batch))
+        requests = [self._request(p, sampling, *c) for p, c in zip(batch, chosen, strict=True)]
         with self._lock:
             running: list[Running] = []
             try:
@@ -214,6 +215,14 @@ class LLM:
     def render(self, messages: Messages) -> Prompt:
         """The prompt of a conversation: the model's chat template, with documents kept apart."""
         return self.tokenizer.render_chat(messages)
+
+    def _techniques(self, cache: dict[str, Any], count: int) -> list[tuple[str, Technique]]:
+        each = cache.get("technique")
+        if not isinstance(each, list | tuple):
+            return [self._technique(cache)] * count
+        if len(each) != count:
+            raise InvalidRequest(f"{len(each)} techniques for {count} prompts: give one for all, or one for each.")
+        return [self._technique({**cache, "technique": t}) for t in each]
 
     def _technique(self, cache: dict[str, Any]) -> tuple[str, Technique]:
         for name in cache:

@@ -41,7 +41,9 @@ class Question:
         if not 0 < m < candidates.numel():  # nothing to choose
             yield static_plan(request, candidates[:m])
             return
-        question = request.forced[request.forced > candidates[-1]]
+        # Tokens behind the first one that needs logits are an answer being scored: they must not help to choose.
+        first_logit = request.num_tokens - request.num_logits
+        question = request.forced[(request.forced > candidates[-1]) & (request.forced <= first_logit)]
         attention = QuestionAttention(torch.zeros(request.num_tokens), context=int(candidates[-1]) + 1)
         holes = request.forced[request.forced < question[0]]
         if holes.numel():  # the question must see the holes' KV, so they are computed in front of it
