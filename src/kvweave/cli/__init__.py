@@ -1,0 +1,7 @@
+"""The command line: ``kvweave ask | models | techniques | doctor``. Importing it loads neither torch nor transformers."""
+
+from __future__ import annotations
+
+from kvweave.cli.entry import main
+
+__all__ = ["main"]

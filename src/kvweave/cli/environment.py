@@ -1,0 +1,26 @@
+"""The only place that reads environment variables; the library never does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvweave.errors import ConfigError, suggest
+
+HOME = "KVWEAVE_HOME"
+KNOWN = (HOME,)
+
+
+def home_from_environment(environ: Mapping[str, str] | None = None) -> Path | None:
+    """The folder for models that ``KVWEAVE_HOME`` names, or None for the default.
+
+    A misspelt ``KVWEAVE_*`` variable would be without effect and without a word, so any unknown one raises
+    ``ConfigError``.
+    """
+    environ = os.environ if environ is None else environ
+    for name in sorted(environ):
+        if name.startswith("KVWEAVE_") and name not in KNOWN:
+            raise ConfigError(f"The environment variable '{name}' is unknown. {suggest(name, KNOWN)}")
+    home = environ.get(HOME)
+    return Path(home).expanduser() if home else None
