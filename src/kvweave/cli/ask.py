@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kvweave.cli.output import LOG, Progress, print_json
 from kvweave.cli.prompting import check_fits, make_prompt, to_documents
 from kvweave.config import EngineConfig
-from kvweave.core.prompt import Prompt, TokenPrompt
+from kvweave.core.prompt import Document, Prompt, TokenPrompt
 from kvweave.core.report import Output
 from kvweave.core.sampling import SamplingParams
 from kvweave.documents import DocumentFile, read_documents
@@ -136,10 +136,11 @@ def _load(job: AskJob, progress: Progress) -> tuple[LLM, Technique]:
 def _prefill(llm: LLM, prompt: Prompt, progress: Progress) -> Prefilled:
     """Compute the documents beforehand, as a server would have done long ago."""
     start = time.perf_counter()
+    first = next(i for i, segment in enumerate(prompt.segments) if isinstance(segment, Document))
     with progress.bar("Prefilling documents", total=len(prompt.documents)) as step:
         done = llm.precompute(
             prompt.documents,
-            head=prompt,
+            head=Prompt(prompt.segments[: first + 1]),
             progress=lambda item: step(f"Document {item.id}: {item.computed_tokens:,} tokens computed"),
         )
     return Prefilled(sum(item.computed_tokens for item in done), (time.perf_counter() - start) * 1e3)
