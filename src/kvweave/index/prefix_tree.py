@@ -46,10 +46,12 @@ class PrefixTree:
             if child is None:
                 break
             n = _common(child.tokens, tokens, at)
+            if n < len(child.tokens):
+                child = self._split(child, n)  # so that the part nobody uses can still be evicted
             child.last_use = next(self._clock)
-            parts.append(child.slots[:n])
+            parts.append(child.slots)
             at += n
-            node = child if n == len(child.tokens) else None
+            node = child
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
     def insert(self, tokens: Sequence[int], slots: Tensor, scope: str) -> int:
