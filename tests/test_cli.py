@@ -376,6 +376,16 @@ def test_an_unexpected_error_is_one_line(ask: Callable[..., Ran], monkeypatch: p
     assert ran.err.splitlines()[-1].startswith("kvweave: ")
 
 
+def test_nothing_is_printed_when_no_token_came(ask: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object) -> None:
+        raise ValueError("no token")
+
+    monkeypatch.setattr("kvweave.engine.engine.Engine.step", broken)
+    ran = ask()
+    assert (ran.code, ran.out) == (1, "")
+    assert "no token" in ran.complaint
+
+
 def test_an_interrupt_frees_every_slot(ask: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
     from kvweave.llm import LLM
 
@@ -449,12 +459,13 @@ def test_a_reader_that_goes_away(command: list[str]) -> None:
 
 
 def test_techniques_are_those_of_the_registry(cli: Callable[..., Ran]) -> None:
-    from kvweave.reuse.registry import DEFAULT_TECHNIQUE, techniques
+    from kvweave.reuse.registry import _BUILT_IN, DEFAULT_TECHNIQUE, techniques
 
     ran = cli("techniques", "--json")
     assert (ran.code, ran.err) == (0, "")
     found = {item["name"]: item for item in json.loads(ran.out)["techniques"]}
-    assert sorted(found) == sorted(TECHNIQUES) == sorted(techniques())
+    assert sorted(TECHNIQUES) == sorted(cls.name for cls in _BUILT_IN)
+    assert sorted(found) == sorted(techniques())
     assert [name for name, item in found.items() if item["default"]] == [DEFAULT_TECHNIQUE]
     assert all(item["reuse"] in ("off", "exact", "fused") and item["summary"] for item in found.values())
     assert {"name": "k", "type": "int", "default": 16} in found["epic"]["options"]

@@ -147,15 +147,17 @@ def _prefill(llm: LLM, prompt: Prompt, progress: Progress) -> Prefilled:
 
 
 def _answer(llm: LLM, prompt: Prompt, sampling: SamplingParams, *, show: bool) -> Output:
-    """Stream the answer to stdout; whatever ends it, the line is ended too."""
+    """Stream the answer to stdout; if it is cut short, what is on the line already is ended too."""
+    shown = False
     try:
         for delta in llm.stream(prompt, sampling):
             if show:
                 print(delta.text, end="", flush=True)
+                shown |= bool(delta.text) or delta.output is not None
             if delta.output is not None:
                 return delta.output
     finally:
-        if show:
+        if shown:
             print(flush=True)
     raise AssertionError("a stream ends with its output")
 
