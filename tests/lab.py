@@ -152,5 +152,3 @@ def standard(seed: int = 0) -> tuple[list[list[int]], TokenPrompt]:
 def close(a: Tensor, b: Tensor, *, atol: float = 1e-4) -> bool:
     """Equal within ``atol``, relative to outputs larger than 10."""
     return bool((a - b).abs().max() <= atol * max(1.0, float(b.abs().max()) / 10))
-
-

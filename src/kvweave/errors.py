@@ -14,7 +14,8 @@ command line returns (1 failed or interrupted, 2 usage or configuration, 3 a che
     ├── RequestError                  this request can't run; others are not affected
     │   ├── InvalidRequest
     │   ├── ContextLengthExceeded
-    │   └── PromptExceedsPool
+    │   ├── PromptExceedsPool
+    │   └── RequestAborted            stopped from outside: the engine was closed, or a request in its batch failed
     ├── DocumentError                 a document file can't be used
     ├── ModelError
     │   ├── ModelNotFound
@@ -84,6 +85,10 @@ class ContextLengthExceeded(RequestError):
 
 class PromptExceedsPool(RequestError):
     code = "prompt_exceeds_pool"
+
+
+class RequestAborted(RequestError):
+    code = "request_aborted"
 
 
 class DocumentError(KvweaveError):

@@ -91,7 +91,7 @@ class LLM:
         """Stop what runs and forget all cached KV."""
         with self._lock:
             for sequence in [*self.engine.scheduler.running, *self.engine.scheduler.waiting]:
-                self.engine.abort(sequence)
+                self.engine.abort(sequence, "the engine was closed")
             self.engine.tree.clear(self.config.tenant)
 
     @overload
@@ -138,17 +138,17 @@ class LLM:
         if not isinstance(prompt, str | Prompt):
             prompt = self.render(prompt)
         request = self._request(prompt, sampling, asked, technique)
+        self.engine.check(request)  # bad requests are refused here, not when the first piece is fetched
+        return self._deltas(request)
+
+    def _deltas(self, request: Request) -> Iterator[Delta]:
+        """The request is queued when the first piece is fetched: an iterator nobody reads holds nothing."""
         with self._lock:
             sequence = self.engine.add(request)
-        return self._deltas(sequence)
-
-    def _deltas(self, sequence: Running) -> Iterator[Delta]:
         try:
             while True:
                 with self._lock:
-                    while not sequence.deltas:
-                        self.engine.step()
-                delta = sequence.deltas.popleft()
+                    delta = self.engine.next_delta(sequence)
                 yield delta
                 if delta.output is not None:
                     return

@@ -21,7 +21,14 @@ from kvweave.engine.lookup import find_reuse, without_hits
 from kvweave.engine.scheduler import Scheduler
 from kvweave.engine.sequence import Lookup, Request, Sequence
 from kvweave.engine.text_stream import TextDecoder, TextStream
-from kvweave.errors import ContextLengthExceeded, IntegrityError, InvalidRequest, PlanError, PromptExceedsPool
+from kvweave.errors import (
+    ContextLengthExceeded,
+    IntegrityError,
+    InvalidRequest,
+    PlanError,
+    PromptExceedsPool,
+    RequestAborted,
+)
 from kvweave.index.chunks import ChunkIndex
 from kvweave.index.prefix_tree import PrefixTree
 from kvweave.kv.allocator import SlotAllocator
@@ -72,7 +79,15 @@ class Engine:
         self.counters = Counters()
 
     def add(self, request: Request) -> Sequence:
-        """Queue a request. Raises ``ContextLengthExceeded`` or ``PromptExceedsPool`` if it can never run."""
+        """Queue a request. Raises as ``check`` does."""
+        max_new = self.check(request)
+        stream = TextStream(self.parts.make_decoder(), request.params.stop)
+        sequence = Sequence(request, stream, max_new)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def check(self, request: Request) -> int:
+        """Tokens its answer may have. Raises ``ContextLengthExceeded``, ``PromptExceedsPool`` if it can never run."""
         n, limit = len(request.prompt.token_ids), self.parts.context_length
         if request.keep_logits > n:
             raise InvalidRequest(f"Logits of {request.keep_logits} tokens are wanted, the prompt has {n}.")
@@ -81,15 +96,14 @@ class Engine:
                 f"The prompt has {n:,} tokens, the limit is {limit:,} (with at least one for the answer). "
                 "Shorten it, leave documents out, or raise max_model_len if the model allows it."
             )
-        stream = TextStream(self.parts.make_decoder(), request.params.stop)
-        sequence = Sequence(request, stream, max_new=min(request.params.max_tokens, limit - n))
-        if sequence.num_slots > self.parts.pool.num_slots:
+        max_new = min(request.params.max_tokens, limit - n)
+        slots = n + max(0, max_new - 1)  # the last token of an answer is never written
+        if slots > self.parts.pool.num_slots:
             raise PromptExceedsPool(
-                f"Prompt and answer need {sequence.num_slots:,} slots, the KV pool has {self.parts.pool.num_slots:,}. "
+                f"Prompt and answer need {slots:,} slots, the KV pool has {self.parts.pool.num_slots:,}. "
                 "Shorten the prompt, lower max_tokens, or use a larger kv_pool."
             )
-        self.scheduler.add(sequence)
-        return sequence
+        return max_new
 
     def step(self) -> list[Sequence]:
         """Run one batch; returns the sequences that made progress. An error ends the sequences of the batch."""
@@ -103,23 +117,37 @@ class Engine:
             results = self.executor.run([s.next_plan() for s in batch])
             for sequence, result in zip(batch, results, strict=True):
                 self._advance(sequence, result)
-        except BaseException:
+        except BaseException as error:
             for sequence in batch:
-                self.abort(sequence)
+                self.abort(sequence, f"another request in its batch failed ({type(error).__name__})")
             raise
         return batch
 
-    def abort(self, sequence: Sequence) -> None:
-        """Stop a request wherever it is and free its slots."""
+    def abort(self, sequence: Sequence, why: str = "it was cancelled") -> None:
+        """Stop a request wherever it is and free its slots; whoever waits for it gets ``RequestAborted``."""
+        if sequence.output is None:
+            sequence.aborted = sequence.aborted or why
+        self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
         self.scheduler.remove(sequence)
         self.allocator.release(sequence.slots)
         sequence.slots = sequence.slots[:0]
 
+    def next_delta(self, sequence: Sequence) -> Delta:
+        """The next piece of an answer; runs steps until there is one. Raises ``RequestAborted``."""
+        while not sequence.deltas:
+            if sequence.aborted is not None:
+                raise RequestAborted(f"The request was stopped: {sequence.aborted}. Send it again.")
+            self.step()
+        return sequence.deltas.popleft()
+
     def run(self, sequences: list[Sequence]) -> list[Output]:
-        """Step until these requests are finished; aborted ones are freed if anything goes wrong."""
+        """Step until these requests are finished; all of them are freed if anything goes wrong."""
         try:
-            while not all(s.output for s in sequences):
-                self.step()
+            for sequence in sequences:
+                while sequence.output is None:
+                    self.next_delta(sequence)
         except BaseException:
             for sequence in sequences:
                 self.abort(sequence)
@@ -248,7 +276,7 @@ class Engine:
     def _finish(self, sequence: Sequence, reason: str) -> None:
         sequence.note("total_ms")
         self._publish(sequence, sequence.num_prompt + max(0, len(sequence.output_ids) - 1))
-        self.abort(sequence)  # gives its slots back; the tree keeps what was published
+        self._leave(sequence)  # the tree keeps what was published
         report = self._report(sequence)
         self._count(report)
         sequence.output = Output(

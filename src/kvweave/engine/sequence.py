@@ -69,6 +69,8 @@ class Sequence:
     deltas: deque[Delta] = field(default_factory=deque)
     """Produced and not yet fetched; the last one has the output."""
     output: Output | None = None
+    aborted: str | None = None
+    """Why it was stopped, if it was."""
 
     def __post_init__(self) -> None:
         self.sampler = Sampler(self.request.params)
