@@ -25,7 +25,7 @@ INSTRUCTION = "\nAnswer with a few words, using the documents above.\nQuestion: 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="demo", help="demo, a model directory, a .gguf or .whl file, or a hub name")
-    parser.add_argument("--technique", default="epic", help="NAME or NAME:option=value; see: kvweave techniques")
+    parser.add_argument("--technique", help="NAME or NAME:option=value; see: kvweave techniques")
     parser.add_argument("--ratio", type=float, help="share of reused tokens computed again, 0 to 1")
     parser.add_argument("--questions", type=int, metavar="N", help="only the first N questions")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -46,11 +46,11 @@ def main() -> int:
 def run(options: argparse.Namespace) -> None:
     from kvweave import LLM, Document
     from kvweave.documents import read_documents
-    from kvweave.reuse.registry import make_technique
+    from kvweave.reuse.registry import DEFAULT_TECHNIQUE, make_technique
 
     documents = {file.id: Document(file.text, id=file.id) for file in read_documents(HERE / "documents")}
     questions = [json.loads(line) for line in (HERE / "questions.jsonl").read_text().splitlines()][: options.questions]
-    technique = make_technique(options.technique, ratio=options.ratio)
+    technique = make_technique(options.technique or DEFAULT_TECHNIQUE, ratio=options.ratio)
     with LLM(options.model, technique=technique, home=home_from_environment(), progress=say) as llm:
         start = time.perf_counter()
         prefilled = llm.precompute(list(documents.values()))
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
             if not options.json:
                 show(number, results[-1])
     report = {"model": llm.name, "prefill_seconds": seconds, "questions": results, "summary": summarise(results)}
-    print(json.dumps(report, indent=2) if options.json else sentence(report["summary"], options.technique))
+    print(json.dumps(report, indent=2) if options.json else sentence(report["summary"], technique.name))
 
 
 def ask(llm: Any, documents: list[Any], question: dict[str, Any]) -> dict[str, Any]:
@@ -124,10 +124,11 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def sentence(summary: dict[str, Any], technique: str) -> str:
+    n = summary["questions"]
     return (
-        f"{summary['questions']} questions, {technique}: first token {summary['speedup']:.1f} times sooner than by full "
-        f"prefill, first-token KL {summary['first_token_kl']:.2g} nats, {summary['same_text']} texts the same, "
-        f"answers found {summary['fused_correct']} (full prefill: {summary['full_correct']})"
+        f"{technique}, {n} question{'s' if n > 1 else ''}: first token {summary['speedup']:.1f} times sooner than by full "
+        f"prefill, first-token KL {summary['first_token_kl']:.2g} nats, {summary['same_text']} of {n} texts the same; "
+        f"right answers: {summary['fused_correct']} fused, {summary['full_correct']} full"
     )
 
 
