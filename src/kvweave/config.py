@@ -62,10 +62,10 @@ class EngineConfig:
         _one_of("attention", self.attention, ("auto", "sdpa", "blocked", "reference"))
         if self.device not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", self.device):
             raise InvalidOption(f"device '{self.device}' is unknown. Use auto, cpu, cuda or cuda:N.")
-        for name in ("threads", "prefill_rows"):
+        for name, most in (("threads", 1024), ("prefill_rows", 2**20)):
             value = getattr(self, name)
-            if value != "auto" and not (isinstance(value, int) and value >= 1):
-                raise InvalidOption(f"{name}={value!r} is out of range. Use 'auto' or 1 or more.")
+            if value != "auto" and not (isinstance(value, int) and 1 <= value <= most):
+                raise InvalidOption(f"{name}={value!r} is out of range. Use 'auto' or 1 to {most:,}.")
         for name in ("max_step_rows", "chunk_size", "min_chunk"):
             if getattr(self, name) < 1:
                 raise InvalidOption(f"{name}={getattr(self, name)} is out of range. Use 1 or more.")
@@ -73,9 +73,9 @@ class EngineConfig:
             raise InvalidOption(f"max_model_len={self.max_model_len} is out of range. Use 2 or more tokens.")
         if self.min_reuse_tokens < 0:
             raise InvalidOption(f"min_reuse_tokens={self.min_reuse_tokens} is out of range. Use 0 or more.")
-        for name in ("kv_pool", "chunk_cache"):
-            if getattr(self, name) != "auto":
-                parse_size(getattr(self, name), name)
+        parse_size(self.chunk_cache, "chunk_cache")
+        if self.kv_pool != "auto":
+            parse_size(self.kv_pool, "kv_pool")
 
     @classmethod
     def of(cls, **options: Any) -> EngineConfig:

@@ -151,6 +151,32 @@ def test_writing_to_a_shared_slot_is_refused() -> None:
     assert lab.engine.scheduler.idle
 
 
+@dataclass(frozen=True)
+class Fails:
+    name: ClassVar[str] = "fails"
+    reuse: ClassVar[Any] = "exact"
+    late: bool = False
+
+    def plan(self, request: PlanRequest) -> Iterator[RequestPlan]:
+        if self.late:
+            yield request.compile(request.computable[:4], loads=(), logits=False)
+        raise ZeroDivisionError("a bug in a plugin")
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_error_in_a_technique_ends_that_request_alone(late: bool) -> None:
+    lab = Lab()
+    good = lab.add(prompt_of([BOS], doc(30, 1)), "full", max_tokens=4)
+    bad = lab.add(prompt_of([BOS], doc(30, 2)), Fails(late), max_tokens=4)
+    last = lab.add(prompt_of([BOS], doc(30, 3)), "full", max_tokens=4)
+    assert [len(o.token_ids) for o in lab.engine.run([good, last])] == [4, 4]
+    with pytest.raises(ZeroDivisionError, match="plugin"):
+        lab.engine.run([bad])
+    lab.engine.check_integrity()
+    assert lab.engine.scheduler.idle
+    assert lab.engine.allocator.num_free == 1024
+
+
 def test_two_requests_fusing_one_chunk_do_not_see_each_other() -> None:
     """T14: fused chunks have private slots."""
     documents, prompt = standard()

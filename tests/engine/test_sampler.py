@@ -34,6 +34,12 @@ def test_seed_reproduces_and_filters_filter() -> None:
     assert set(draws(top_p=1e-6)) == {1}
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-3])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    sampler = Sampler(SamplingParams(temperature=temperature, seed=1))
+    assert {sampler.sample(LOGITS)[0] for _ in range(20)} == {1}
+
+
 def test_logprobs_are_of_the_unfiltered_distribution() -> None:
     _, logprob = Sampler(SamplingParams(temperature=0.7, top_k=1, logprobs=2)).sample(LOGITS)
     assert logprob is not None
@@ -51,6 +57,8 @@ def test_logprobs_are_of_the_unfiltered_distribution() -> None:
         {"top_p": 1.1},
         {"top_k": -1},
         {"max_tokens": -1},
+        {"seed": -1},
+        {"seed": 10**23},
         {"logprobs": 21},
         {"stop": ("",)},
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -29,7 +31,7 @@ def test_pieces_cover_the_document_on_a_fixed_grid(n: int, size: int, least: int
         return
     assert pieces[0][0] == 0
     assert pieces[-1][1] == n
-    assert all(a[1] == b[0] for a, b in zip(pieces, pieces[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
     assert all(start % size == 0 for start, _ in pieces)
     assert all(stop - start == size for start, stop in pieces[:-1])
     assert least <= pieces[-1][1] - pieces[-1][0] < size + least

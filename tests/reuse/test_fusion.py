@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -211,7 +212,7 @@ def test_rows_nest_and_two_runs_agree(ratio: float, seed: int, schedule: str) ->
     assert torch.equal(a[0].logits, b[0].logits)
     assert all(torch.equal(x, y) for x, y in zip(pool_a.keys, pool_b.keys, strict=True))
     rows = a[0].rows_per_layer
-    assert all(x >= y for x, y in zip(rows, rows[1:], strict=False))
+    assert all(x >= y for x, y in itertools.pairwise(rows))
     assert rows[0] == 60
     assert rows[-1] == 16 + max(8, -(-ratio * 44 // 1))
 
@@ -313,6 +314,19 @@ def test_long_prompts_run_in_blocks() -> None:
     assert not close(fast.logits, whole.run(prompt, "cacheblend:ratio=0.3").logits)  # another choice
 
 
+@pytest.mark.parametrize("technique", ["random:ratio=0,full_layers=2", "cacheblend:ratio=0,head=0"])
+def test_blocks_of_which_nothing_goes_on(technique: str) -> None:
+    """A block may end in the middle of the model; what it loads in later layers must still arrive."""
+    documents = [doc(60, i) for i in range(4)]
+    prompt = prompt_of([BOS, 3], *(("doc", d) for d in documents), doc(8, 9))
+    whole, cut = Lab(), Lab(max_step_rows=30, prefill_rows=30)
+    for lab in (whole, cut):
+        lab.precompute(*documents)
+    a, b = whole.run(prompt, technique), cut.run(prompt, technique)
+    assert close(a.logits, b.logits)
+    assert a.report.recomputed_tokens == b.report.recomputed_tokens == 0
+
+
 @pytest.mark.parametrize("start", [0, 1, 130, 400])
 @pytest.mark.parametrize("family", ["llama-yarn", "smollm3", "cohere2", "glm4", "phi3", "gpt_oss"])
 def test_chunks_at_any_position_and_twice(family: str, start: int) -> None:
@@ -343,7 +357,7 @@ def test_a_model_without_a_usable_check_layer_falls_back() -> None:
     assert result.report.ran == "exact"
     assert result.report.fallback_reason == "unsupported_model"
     assert close(result.logits, lab.native(prompt)[-2:])
-    assert lab.engine.counters.fallbacks["prefix", "unsupported_model"] == 1
+    assert lab.engine.counters.fallbacks["cacheblend", "unsupported_model"] == 1
 
 
 def test_deviation_that_is_not_finite_restarts_exactly() -> None:

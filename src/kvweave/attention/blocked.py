@@ -7,7 +7,8 @@ faster than their fp32 one this beats the fused kernel, which converts to fp32 (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,6 +19,8 @@ from kvweave.kv.pool import KVPool, SlotIndex
 
 _SEGMENTED_ROWS = 16  # so few rows read each run of a scattered context in place; more rows pay for one gathered copy
 _SEGMENTED_RUNS = 8
+_SPAN = 384  # columns by which rows of a block may differ ...
+_MIN_ROWS = 32  # ... unless the block would be too small for an efficient product
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,8 @@ class PreparedView:
         """Blocks for layers with this sliding window; made on first use, shared by all such layers."""
         if window not in self.blocks:
             self.blocks[window] = [
-                _make_block(self.rows, a, min(a + self.block_rows, self.rows.stop), window, pool)
-                for a in range(self.rows.start, self.rows.stop, self.block_rows)
+                _make_block(self.rows, self.rows.start + a, self.rows.start + b, window, pool)
+                for a, b in _cut(self.rows.visible.tolist(), self.block_rows)
             ]
         return self.blocks[window]
 
@@ -76,6 +79,18 @@ class BlockedAttention:
                     attended = _attend(q, [(o, k[head], v[head]) for o, k, v in segments], block, options.softcap, sinks)
                     out[rows, heads] = attended.view(groups, -1, spec.value_dim).transpose(0, 1)
         return out
+
+
+def _cut(visible: list[int], block_rows: int) -> Iterator[tuple[int, int]]:
+    """Row ranges of the blocks: a block computes every column its last row sees, so scattered rows, which differ more
+    in what they see, get smaller blocks."""
+    start = 0
+    while start < len(visible):
+        end = min(start + block_rows, len(visible))
+        reach = bisect.bisect_right(visible, visible[start] + _SPAN, lo=start, hi=end)
+        end = min(end, max(reach, start + _MIN_ROWS))
+        yield start, end
+        start = end
 
 
 def _make_block(view: ViewRows, start: int, end: int, window: int | None, pool: KVPool) -> Block:

@@ -36,6 +36,7 @@ class SamplingParams:
             (0.0 <= self.temperature <= 100.0, "temperature", "0 (greedy) to 100"),
             (0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1"),
             (self.top_k >= 0, "top_k", "0 (off) or more"),
+            (self.seed is None or 0 <= self.seed < 2**63, "seed", "0 to 2^63 - 1"),
             (len(self.stop) <= 16 and all(self.stop), "stop", "at most 16 non-empty strings"),
             (self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "0 to 20, or None"),
         )

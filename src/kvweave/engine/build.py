@@ -43,8 +43,6 @@ class Built:
 def build_engine(directory: Path, config: EngineConfig) -> Built:
     """Load, measure, self-check, compose. Raises ``ModelError``s and ``ConfigError``s before anything runs."""
     device = pick_device(config.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidOption(f"device '{config.device}': this torch sees no CUDA device. Use device='cpu'.")
     threads = pick_threads(config.threads, device)
     dtype = pick_dtype(config.dtype, device)
     tokenizer = Tokenizer(directory)
@@ -109,4 +107,9 @@ def _make_pool(adapter: DecoderAdapter, config: EngineConfig, context_length: in
         raise InvalidOption(
             f"A KV pool of {config.kv_pool} holds {slots} tokens; each takes {per_token:,} bytes. Give it more memory."
         )
-    return KVPool(adapter.layout, slots, adapter.device)
+    try:
+        return KVPool(adapter.layout, slots, adapter.device)
+    except (RuntimeError, MemoryError) as error:  # what torch's allocators raise
+        raise InvalidOption(
+            f"A KV pool of {slots * per_token / 2**30:,.1f} GiB can't be allocated. Make kv_pool smaller."
+        ) from error

@@ -7,7 +7,8 @@ back, exact KV left in the prefix tree).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +20,7 @@ from kvweave.core.report import Delta, Output, ReuseReport
 from kvweave.engine.executor import Executor, PlanResult
 from kvweave.engine.lookup import find_reuse, without_hits
 from kvweave.engine.scheduler import Scheduler
-from kvweave.engine.sequence import Lookup, Request, Sequence
+from kvweave.engine.sequence import Lookup, Request, Sequence, slots_needed
 from kvweave.engine.text_stream import TextDecoder, TextStream
 from kvweave.errors import (
     ContextLengthExceeded,
@@ -97,7 +98,7 @@ class Engine:
                 "Shorten it, leave documents out, or raise max_model_len if the model allows it."
             )
         max_new = min(request.params.max_tokens, limit - n)
-        slots = n + max(0, max_new - 1)  # the last token of an answer is never written
+        slots = slots_needed(n, max_new)
         if slots > self.parts.pool.num_slots:
             raise PromptExceedsPool(
                 f"Prompt and answer need {slots:,} slots, the KV pool has {self.parts.pool.num_slots:,}. "
@@ -106,7 +107,7 @@ class Engine:
         return max_new
 
     def step(self) -> list[Sequence]:
-        """Run one batch; returns the sequences that made progress. An error ends the sequences of the batch."""
+        """Run one batch; returns its sequences. A request's own error ends that request, a failed forward the batch."""
         self.scheduler.admit(self._start)
         batch = self.scheduler.schedule()
         if not batch:
@@ -115,18 +116,31 @@ class Engine:
             return []
         try:
             results = self.executor.run([s.next_plan() for s in batch])
-            for sequence, result in zip(batch, results, strict=True):
-                self._advance(sequence, result)
         except BaseException as error:
             for sequence in batch:
                 self.abort(sequence, f"another request in its batch failed ({type(error).__name__})")
             raise
+        for sequence, result in zip(batch, results, strict=True):
+            with self._own_errors(sequence):
+                self._advance(sequence, result)
         return batch
+
+    @contextmanager
+    def _own_errors(self, sequence: Sequence) -> Iterator[None]:
+        """What goes wrong for one request alone (a technique's ``plan``, a broken plan) ends that request alone."""
+        try:
+            yield
+        except Exception as error:
+            sequence.failure = error
+            self._leave(sequence)
+        except BaseException:
+            self.abort(sequence)
+            raise
 
     def abort(self, sequence: Sequence, why: str = "it was cancelled") -> None:
         """Stop a request wherever it is and free its slots; whoever waits for it gets ``RequestAborted``."""
-        if sequence.output is None:
-            sequence.aborted = sequence.aborted or why
+        if sequence.output is None and sequence.failure is None:
+            sequence.failure = RequestAborted(f"The request was stopped: {why}. Send it again.")
         self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
@@ -137,8 +151,8 @@ class Engine:
     def next_delta(self, sequence: Sequence) -> Delta:
         """The next piece of an answer; runs steps until there is one. Raises ``RequestAborted``."""
         while not sequence.deltas:
-            if sequence.aborted is not None:
-                raise RequestAborted(f"The request was stopped: {sequence.aborted}. Send it again.")
+            if sequence.failure is not None:
+                raise sequence.failure
             self.step()
         return sequence.deltas.popleft()
 
@@ -174,16 +188,17 @@ class Engine:
             return False
         sequence.slots = torch.cat([shared, fresh])
         sequence.note("queue_ms")
-        sequence.lookup = find_reuse(
-            sequence,
-            shared.numel(),
-            chunks=parts.chunks,
-            layout=parts.pool.layout,
-            max_rows=parts.max_step_rows,
-            min_reuse_tokens=parts.min_reuse_tokens,
-        )
-        sequence.note("lookup_ms")
-        self._begin(sequence)
+        with self._own_errors(sequence):
+            sequence.lookup = find_reuse(
+                sequence,
+                shared.numel(),
+                chunks=parts.chunks,
+                layout=parts.pool.layout,
+                max_rows=parts.max_step_rows,
+                min_reuse_tokens=parts.min_reuse_tokens,
+            )
+            sequence.note("lookup_ms")
+            self._begin(sequence)
         return True
 
     def reserve(self, n: int) -> Tensor | None:
@@ -212,10 +227,13 @@ class Engine:
             return
         if plan is None:
             return
-        validate(plan, self.parts.pool.layout, self.parts.context_length)
-        written = torch.cat([plan.slots, *(load.slots for load in plan.loads)])
-        if not self.allocator.writable(written):
-            raise PlanError("invalid plan: it writes to a shared slot")
+        try:
+            validate(plan, self.parts.pool.layout, self.parts.context_length)
+            written = torch.cat([plan.slots, *(load.slots for load in plan.loads)])
+            if not self.allocator.writable(written):
+                raise PlanError("invalid plan: it writes to a shared slot")
+        except PlanError as error:
+            raise PlanError(f"technique '{_looked_up(sequence).technique.name}': {error}") from error
         sequence.pending.extend(split(plan, self.parts.prefill_rows))
 
     def _restart_exact(self, sequence: Sequence, reason: str) -> None:
@@ -299,14 +317,14 @@ class Engine:
         report = ReuseReport(
             asked=sequence.request.asked,
             ran=lookup.ran,
-            technique=lookup.technique.name,
+            technique=sequence.request.technique.name,
             prompt_tokens=sequence.num_prompt,
             cached_tokens=request.num_cached,
             fused_tokens=reusable - sequence.recomputed,
             recomputed_tokens=sequence.recomputed,
             prefilled_tokens=sequence.num_prompt - request.num_cached - reusable,
             fallback_reason=lookup.fallback_reason,
-            ratio=getattr(lookup.technique, "ratio", None),
+            ratio=getattr(sequence.request.technique, "ratio", None),
             budget=sequence.charged / (layers * reusable) if reusable else 0.0,
             segments=lookup.segments,
             deviations=tuple(sequence.deviations),

@@ -55,8 +55,19 @@ class Executor:
         batch = build_batch(plans)
         step = _Step(batch, self.pool, self.adapter.rotary, self.attention)
         device = self.pool.device
-        logits = self.adapter.forward(batch.token_ids.to(device), batch.positions.to(device), step)
+        try:
+            logits = self.adapter.forward(batch.token_ids.to(device), batch.positions.to(device), step)
+        except _NoRowsLeft as stop:
+            step.load_rest(stop.layer)
+            logits = torch.empty(0, self.adapter.vocab_size, dtype=self.pool.layout.dtype, device=device)
         return step.results(logits)
+
+
+class _NoRowsLeft(Exception):
+    """No row enters ``layer``: a block of a prompt of which everything is reused from there on."""
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
 
 
 @dataclass
@@ -149,12 +160,19 @@ class _Step:
         targets = [state.rows_before(layer) for state in self.states]
         index = None
         if any(t is not None and t.numel() < s.alive.numel() for t, s in zip(targets, self.states, strict=True)):
-            index = self._drop_rows(targets)
+            index = self._drop_rows(targets, layer)
         for state in self.states:
             state.count()
         return index
 
-    def _drop_rows(self, targets: list[Tensor | None]) -> Tensor:
+    def load_rest(self, first: int) -> None:
+        """Loads of the layers from ``first`` on, which no row walks through any more."""
+        for layer in range(first, self.pool.layout.num_layers):
+            self._load_layer(layer)
+            for state in self.states:
+                state.count()
+
+    def _drop_rows(self, targets: list[Tensor | None], layer: int) -> Tensor:
         kept, at = [], 0
         for state, target in zip(self.states, targets, strict=True):
             size = state.alive.numel()
@@ -165,6 +183,8 @@ class _Step:
                 state.alive = target
             at += size
         index = torch.cat(kept).to(self.pool.device)
+        if not index.numel():
+            raise _NoRowsLeft(layer)
         self.tables = self.tables.narrow(index)
         self._arrange()
         return index
@@ -178,9 +198,7 @@ class _Step:
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, options: dict[str, Any]) -> Tensor:
         rotated_q, rotated_k = self.tables.rotate(layer, queries, keys)
-        for item in self.loads:
-            if layer >= item.load.first_layer:
-                self._load(layer, item)
+        self._load_layer(layer)
         self._select(layer, rotated_k, values)
         self.pool.write(layer, self.write_index, rotated_k, values)
         self._save(layer, keys, values)
@@ -188,11 +206,14 @@ class _Step:
         self._observe(layer, rotated_q, options["scaling"])
         return out
 
-    def _load(self, layer: int, item: _PreparedLoad) -> None:
-        keys, values = item.load.source.layer(layer)
+    def _load_layer(self, layer: int) -> None:
         device = self.pool.device
-        keys, values = keys[:, item.tokens].to(device), values[:, item.tokens].to(device)
-        self.pool.write(layer, item.index, item.tables.rotate_keys(layer, keys), values)
+        for item in self.loads:
+            if layer < item.load.first_layer:
+                continue
+            keys, values = item.load.source.layer(layer)
+            keys, values = keys[:, item.tokens].to(device), values[:, item.tokens].to(device)
+            self.pool.write(layer, item.index, item.tables.rotate_keys(layer, keys), values)
 
     def _select(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Resolve the ``Select`` steps that look at this layer, before anything of it is overwritten."""

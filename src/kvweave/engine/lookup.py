@@ -45,7 +45,7 @@ def find_reuse(
     if technique.reuse == "exact":
         return Lookup(request, "exact", technique, None, segments)
     if not fused:
-        reason = None if exact or resident else "no_chunk_hit"
+        reason = None if found else "no_chunk_hit"
         return Lookup(request, "exact", Prefix(), reason, segments)
     if sum(h.length for h in fused) < min_reuse_tokens:
         return Lookup(request, "exact", Prefix(), "below_min_reuse", segments)

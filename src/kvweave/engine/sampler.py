@@ -26,7 +26,8 @@ class Sampler:
         if self.params.temperature == 0.0:
             token = int(logits.argmax())
         else:
-            weights = torch.softmax(self._filter(logits / self.params.temperature), -1)
+            scaled = (logits.double() - logits.max()) / self.params.temperature  # <= 0: no temperature can overflow
+            weights = torch.softmax(self._filter(scaled), -1)
             token = int(torch.multinomial(weights, 1, generator=self._generator))
         return token, self._logprob(logits, token)
 

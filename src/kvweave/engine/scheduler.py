@@ -37,9 +37,16 @@ class Scheduler(Generic[S]):
         self.waiting.append(sequence)
 
     def admit(self, start: Callable[[S], bool]) -> None:
-        """Start waiting sequences in order; the first whose ``start`` says no ends the round, so none is overtaken."""
-        while self.waiting and start(self.waiting[0]):
-            self.running.append(self.waiting.popleft())
+        """Start waiting sequences in order; the first whose ``start`` says no ends the round, so none is overtaken.
+
+        ``start`` may remove a sequence that can't run at all; it then doesn't join the running ones.
+        """
+        while self.waiting:
+            sequence = self.waiting[0]
+            if not start(sequence):
+                return
+            if self.waiting and self.waiting[0] is sequence:
+                self.running.append(self.waiting.popleft())
 
     def schedule(self) -> list[S]:
         """Sequences of the next step, at most ``max_step_rows`` rows; one always runs, however large its plan."""

@@ -41,7 +41,9 @@ def self_check(adapter: DecoderAdapter, attention: AttentionBackend) -> SelfChec
     prefill_error = compare(ours, theirs, adapter.layout.dtype, "prefill")
     record = ChunkRecord(b"", tuple(ids.tolist()), sink.keys, sink.values)
     (result,) = executor.run([_last_row(ids, scattered[TOKENS:], record)])
-    load_error = compare([result.logits.float().cpu()], [logits[-1:]], adapter.layout.dtype, "a row behind loaded chunks")
+    load_error = compare(
+        [result.logits.float().cpu()], [logits[-1:]], adapter.layout.dtype, "a row behind loaded chunks", "logits"
+    )
     return SelfCheck(prefill_error, load_error)
 
 

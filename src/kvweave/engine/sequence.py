@@ -69,8 +69,8 @@ class Sequence:
     deltas: deque[Delta] = field(default_factory=deque)
     """Produced and not yet fetched; the last one has the output."""
     output: Output | None = None
-    aborted: str | None = None
-    """Why it was stopped, if it was."""
+    failure: Exception | None = None
+    """Why there will be no output: its own error, or ``RequestAborted``."""
 
     def __post_init__(self) -> None:
         self.sampler = Sampler(self.request.params)
@@ -85,8 +85,8 @@ class Sequence:
 
     @property
     def num_slots(self) -> int:
-        """Slots of the prompt and its longest answer. The last token of an answer is never written."""
-        return self.num_prompt + max(0, self.max_new - 1)
+        """Slots of the prompt and its longest answer."""
+        return slots_needed(self.num_prompt, self.max_new)
 
     @property
     def pending_rows(self) -> int:
@@ -121,3 +121,8 @@ class Sequence:
     def note(self, name: str) -> None:
         """Milliseconds since arrival at which something happened; the first time counts."""
         self.times.setdefault(name, (time.perf_counter() - self.arrived) * 1e3)
+
+
+def slots_needed(prompt: int, max_new: int) -> int:
+    """The last token of an answer is never written."""
+    return prompt + max(0, max_new - 1)

@@ -6,17 +6,16 @@ disturbed by other processes.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import psutil
 import torch
 from torch.nn.functional import linear
 
 from kvweave.attention import AttentionBackend, LayerOptions, ViewRows, make_backend
 from kvweave.core.spec import KVLayout
+from kvweave.errors import InvalidOption
 from kvweave.kv.pool import KVPool, SlotIndex
 
 _ROWS = 1024  # tokens of the measured prefill
@@ -49,7 +48,10 @@ def pick_device(name: str) -> torch.device:
     """``auto`` is CUDA where there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InvalidOption(f"device '{name}': this torch sees {torch.cuda.device_count()} CUDA devices. Use device='cpu'.")
+    return device
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -63,16 +65,14 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def pick_threads(threads: int | str, device: torch.device) -> int:
-    """Set torch's thread count (one per process) and return it; ``auto`` tries the usable cores and half of them."""
+    """Set torch's thread count (one per process) and return it; ``auto`` tries the current count and half of it."""
     if threads != "auto":
         torch.set_num_threads(int(threads))
         return int(threads)
     if device.type == "cpu":
         current = torch.get_num_threads()
-        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        physical = min(usable, psutil.cpu_count(logical=False) or usable)
         rates: dict[int, float] = {}
-        for count in dict.fromkeys((current, usable, physical, max(1, physical // 2))):
+        for count in dict.fromkeys((current, max(1, current // 2))):  # never more than torch was told to use
             torch.set_num_threads(count)
             rates[count] = gemm_rate(torch.float32, device).gflops
         best = max(rates, key=lambda n: rates[n])
@@ -109,7 +109,7 @@ def pick_prefill_rows(rows: int | str, backend: AttentionBackend, device: torch.
     """Blocks that keep activations in cache on a CPU; the fused causal kernel only takes a prompt in one piece."""
     if rows != "auto":
         return int(rows)
-    return 1024 if device.type == "cpu" and backend.name == "blocked" else 8192
+    return 2048 if device.type == "cpu" and backend.name == "blocked" else 8192
 
 
 def best_of(run: Callable[[], object], device: torch.device, *, repeat: int = 3, inner: int = 1) -> float:

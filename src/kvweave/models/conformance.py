@@ -41,14 +41,14 @@ def native_layers(adapter: DecoderAdapter, token_ids: Tensor) -> tuple[list[Tens
     return outputs, logits.float().cpu()
 
 
-def compare(ours: list[Tensor], theirs: list[Tensor], dtype: torch.dtype, what: str) -> float:
+def compare(ours: list[Tensor], theirs: list[Tensor], dtype: torch.dtype, what: str, unit: str = "layer") -> float:
     """Largest relative error over layers; raises ``SelfCheckFailed`` naming the first layer above the tolerance."""
     worst = 0.0
     for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         error = float((a - b).norm() / b.norm().clamp_min(1e-12))
         if not error <= TOLERANCE[dtype]:  # also catches NaN
             raise SelfCheckFailed(
-                f"Self-check failed: {what}, layer {index}: relative error {error:.1e}, limit {TOLERANCE[dtype]:.0e}. "
+                f"Self-check failed: {what}, {unit} {index}: relative error {error:.1e}, limit {TOLERANCE[dtype]:.0e}. "
                 "This model is not served. Please report its config.json."
             )
         worst = max(worst, error)

@@ -19,17 +19,32 @@ from kvweave.reuse.random_rows import Random
 
 ENTRY_POINTS = "kvweave.techniques"
 DEFAULT_TECHNIQUE = "epic"
-_BUILT_IN: tuple[type[Any], ...] = (Full, Prefix, Naive, Raw, Epic, Random, CacheBlend, Question)
+_BUILT_IN: dict[str, type[Any]] = {cls.name: cls for cls in (Full, Prefix, Naive, Raw, Epic, Random, CacheBlend, Question)}
 
 
 def techniques() -> dict[str, type[Any]]:
     """All techniques by name: the built-in ones and those of installed packages."""
-    found = {cls.name: cls for cls in _BUILT_IN}
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        if entry.name in found:
-            raise ConfigError(f"Technique '{entry.name}' of {entry.value} has the name of another one. Rename it.")
-        found[entry.name] = entry.load()
-    return found
+    return {name: _load(name) for name in technique_names()}
+
+
+def technique_names() -> list[str]:
+    """Names of all techniques; loads no plugin."""
+    installed = [e.name for e in importlib.metadata.entry_points(group=ENTRY_POINTS)]
+    return [*_BUILT_IN, *(name for name in installed if name not in _BUILT_IN)]
+
+
+def _load(name: str) -> type[Any]:
+    """The class of a technique; a plugin that can't be used is a ``ConfigError`` that names its package."""
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
+    (entry,) = importlib.metadata.entry_points(group=ENTRY_POINTS, name=name)
+    try:
+        cls = entry.load()
+    except Exception as error:  # whatever importing somebody's module raises
+        raise ConfigError(f"Technique '{name}' ({entry.value}) can't be imported: {error}. Fix or remove it.") from error
+    if not dataclasses.is_dataclass(cls) or not callable(getattr(cls, "plan", None)) or getattr(cls, "name", "") != name:
+        raise ConfigError(f"Technique '{name}' ({entry.value}) must be a dataclass with a plan method and name = '{name}'.")
+    return cls  # type: ignore[return-value]
 
 
 def make_technique(spec: str | Technique, *, ratio: float | None = None, **options: Any) -> Technique:
@@ -43,10 +58,9 @@ def make_technique(spec: str | Technique, *, ratio: float | None = None, **optio
             raise InvalidOption("Give options either in the technique object or by name, not both.")
         return spec
     name, _, text = spec.partition(":")
-    known = techniques()
-    if name not in known:
+    if name not in (known := technique_names()):
         raise UnknownTechnique(name, known)
-    cls = known[name]
+    cls = _load(name)
     for item in filter(None, text.split(",")):
         key, equals, value = item.partition("=")
         if not equals:
