@@ -19,7 +19,7 @@ from kvweave.kv.pool import KVPool, SlotIndex
 
 _SEGMENTED_ROWS = 16  # so few rows read each run of a scattered context in place; more rows pay for one gathered copy
 _SEGMENTED_RUNS = 8
-_SPAN = 384  # columns by which rows of a block may differ ...
+_SPAN = 512  # columns by which rows of a block may differ ...
 _MIN_ROWS = 32  # ... unless the block would be too small for an efficient product
 
 

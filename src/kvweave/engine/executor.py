@@ -138,63 +138,69 @@ class _Step:
 
     def _arrange(self) -> None:
         """Everything that depends on which rows are alive: write slots, views, attention blocks."""
-        slots, views, at = [], [], 0
-        for state, offset in zip(self.states, self.batch.offsets, strict=False):
-            plan, alive = state.plan, state.alive
-            slots.append(self.batch.slots[offset + alive])
+        alive = [state.alive for state in self.states]
+        slots = [self.batch.slots[offset + rows] for offset, rows in zip(self.batch.offsets, alive, strict=False)]
+        self.write_index = SlotIndex.of(torch.cat(slots), self.pool.device)
+        self.prepared = self.attention.prepare(self._views(alive), self.pool)
+
+    def _views(self, alive: list[Tensor]) -> list[ViewRows]:
+        """The plans' views of these rows, which are numbered one behind the other."""
+        views, at = [], 0
+        for state, kept in zip(self.states, alive, strict=True):
+            plan = state.plan
             for view in plan.views:
-                a, b = torch.searchsorted(alive, torch.tensor([view.start, view.stop])).tolist()
+                a, b = torch.searchsorted(kept, torch.tensor([view.start, view.stop])).tolist()
                 if a == b:
                     continue
-                rows = alive[a:b]
+                rows = kept[a:b]
                 visible = view.visible[rows - view.start]
-                context = self.contexts[id(view)]
-                views.append(ViewRows(at + a, at + b, context, visible, plan.positions[rows]))
-            at += alive.numel()
-        self.write_index = SlotIndex.of(torch.cat(slots), self.pool.device)
-        self.prepared = self.attention.prepare(views, self.pool)
+                views.append(ViewRows(at + a, at + b, self.contexts[id(view)], visible, plan.positions[rows]))
+            at += kept.numel()
+        return views
 
     def narrow(self, layer: int) -> Tensor | None:
+        index = self._index_of(self._rows_into(layer))
         if layer == self.pool.layout.num_layers:
-            return self._logit_rows()
-        targets = [state.rows_before(layer) for state in self.states]
-        index = None
-        if any(t is not None and t.numel() < s.alive.numel() for t, s in zip(targets, self.states, strict=True)):
-            index = self._drop_rows(targets, layer)
+            return index
+        if index is not None:
+            if not index.numel():
+                raise _NoRowsLeft(layer)
+            for state in self.states:
+                target = state.rows_before(layer)
+                state.alive = state.alive if target is None else target
+            self.tables = self.tables.narrow(index)
+            self._arrange()
         for state in self.states:
             state.count()
         return index
 
+    def _rows_into(self, layer: int) -> list[Tensor] | None:
+        """Rows of each plan that enter ``layer`` (the final norm: those with logits); None if all of them do."""
+        if layer == self.pool.layout.num_layers:
+            return [state.plan.logits for state in self.states]
+        targets = [state.rows_before(layer) for state in self.states]
+        rows = [s.alive if t is None else t for s, t in zip(self.states, targets, strict=True)]
+        same = all(r.numel() == s.alive.numel() for r, s in zip(rows, self.states, strict=True))
+        return None if same else rows
+
+    def _index_of(self, rows: list[Tensor] | None) -> Tensor | None:
+        """Where these rows stand among the rows that are alive."""
+        if rows is None:
+            return None
+        found, at = [], 0
+        for state, wanted in zip(self.states, rows, strict=True):
+            found.append(torch.searchsorted(state.alive, wanted) + at)
+            at += state.alive.numel()
+        return torch.cat(found).to(self.pool.device)
+
     def load_rest(self, first: int) -> None:
         """Loads of the layers from ``first`` on, which no row walks through any more."""
+        for state in self.states:
+            state.alive = state.alive[:0]
         for layer in range(first, self.pool.layout.num_layers):
             self._load_layer(layer)
             for state in self.states:
                 state.count()
-
-    def _drop_rows(self, targets: list[Tensor | None], layer: int) -> Tensor:
-        kept, at = [], 0
-        for state, target in zip(self.states, targets, strict=True):
-            size = state.alive.numel()
-            if target is None:
-                kept.append(torch.arange(at, at + size))
-            else:
-                kept.append(torch.searchsorted(state.alive, target) + at)
-                state.alive = target
-            at += size
-        index = torch.cat(kept).to(self.pool.device)
-        if not index.numel():
-            raise _NoRowsLeft(layer)
-        self.tables = self.tables.narrow(index)
-        self._arrange()
-        return index
-
-    def _logit_rows(self) -> Tensor:
-        rows, at = [], 0
-        for state in self.states:
-            rows.append(torch.searchsorted(state.alive, state.plan.logits) + at)
-            at += state.alive.numel()
-        return torch.cat(rows).to(self.pool.device)
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, options: dict[str, Any]) -> Tensor:
         rotated_q, rotated_k = self.tables.rotate(layer, queries, keys)
@@ -202,8 +208,21 @@ class _Step:
         self._select(layer, rotated_k, values)
         self.pool.write(layer, self.write_index, rotated_k, values)
         self._save(layer, keys, values)
-        out = self.attention.run(self.prepared, layer, rotated_q, self.pool, LayerOptions(**options))
+        out = self._attend(layer, rotated_q, LayerOptions(**options))
         self._observe(layer, rotated_q, options["scaling"])
+        return out
+
+    def _attend(self, layer: int, queries: Tensor, options: LayerOptions) -> Tensor:
+        """Only rows that go on attend: nobody reads what the others would get (zeros stand in for it)."""
+        going = self._rows_into(layer + 1)
+        index = self._index_of(going)
+        if going is None or index is None:
+            return self.attention.run(self.prepared, layer, queries, self.pool, options)
+        spec = self.pool.layout.layers[layer]
+        out = queries.new_zeros(queries.shape[1], spec.num_heads, spec.value_dim)
+        if index.numel():
+            prepared = self.attention.prepare(self._views(going), self.pool)
+            out[index] = self.attention.run(prepared, layer, queries[:, index], self.pool, options)
         return out
 
     def _load_layer(self, layer: int) -> None:

@@ -54,7 +54,7 @@ def _prefill(ids: Tensor, slots: Tensor, sink: RecordSink) -> RequestPlan:
         positions=torch.arange(n),
         slots=slots,
         views=(View(0, n, slots, torch.arange(1, n + 1)),),
-        logits=torch.tensor([n - 1]),
+        logits=torch.arange(n),  # of all rows: a row without logits doesn't attend in the last layer
         saves=(Save(0, n, sink),),
     )
 
