@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvweave.attention import AttentionBackend, LayerOptions, ViewRows
 from kvweave.core.batch import Batch, build_batch
-from kvweave.core.plan import Keep, Load, RequestPlan, Select
+from kvweave.core.plan import Keep, KVSource, Load, RequestPlan, Select
 from kvweave.core.report import Deviation
 from kvweave.kv.pool import KVPool, SlotIndex
 from kvweave.kv.rotary import PositionTables, Rotary
@@ -107,11 +107,19 @@ class _PlanState:
 
 
 @dataclass
-class _PreparedLoad:
-    load: Load
+class _Loads:
+    """All loads of a step that start at one layer: one rotation and one write a layer, however many chunks there are."""
+
+    parts: list[tuple[KVSource, slice | Tensor]]
+    """Sources, and which of their tokens."""
     index: SlotIndex
     tables: PositionTables
-    tokens: slice | Tensor
+
+    def fetch(self, layer: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Unrotated K and V [kv_heads, tokens, dim] of one layer, in the order of ``index``."""
+        stored = [(source.layer(layer), tokens) for source, tokens in self.parts]
+        keys, values = ([kv[i][:, tokens].to(device) for kv, tokens in stored] for i in (0, 1))
+        return (keys[0], values[0]) if len(stored) == 1 else (torch.cat(keys, 1), torch.cat(values, 1))
 
 
 class _Step:
@@ -123,18 +131,26 @@ class _Step:
         self.attention = attention
         self.states = [_PlanState(p, torch.arange(p.num_rows)) for p in batch.plans]
         self.tables = rotary.at(batch.positions.to(pool.device))
-        self.loads = [self._prepare_load(load, rotary) for p in batch.plans for load in p.loads]
+        self.loads = self._prepare_loads(rotary)
         self.contexts = {id(v): SlotIndex.of(v.context, pool.device) for p in batch.plans for v in p.views}
         pool.positions[batch.slots.to(pool.device)] = batch.positions.to(pool.device)
         self._arrange()
 
-    def _prepare_load(self, load: Load, rotary: Rotary) -> _PreparedLoad:
+    def _prepare_loads(self, rotary: Rotary) -> dict[int, _Loads]:
+        """Loads by the layer they start at."""
         device = self.pool.device
-        self.pool.positions[load.slots.to(device)] = load.positions.to(device)
-        n, first = load.tokens.numel(), int(load.tokens[0])
-        contiguous = int(load.tokens[-1]) - first == n - 1
-        tokens = slice(first, first + n) if contiguous else load.tokens
-        return _PreparedLoad(load, SlotIndex.of(load.slots, device), rotary.at(load.rotate_at.to(device)), tokens)
+        grouped: dict[int, list[Load]] = {}
+        for plan in self.batch.plans:
+            for load in plan.loads:
+                grouped.setdefault(load.first_layer, []).append(load)
+        prepared = {}
+        for first, loads in grouped.items():
+            slots = torch.cat([load.slots for load in loads])
+            self.pool.positions[slots.to(device)] = torch.cat([load.positions for load in loads]).to(device)
+            tables = rotary.at(torch.cat([load.rotate_at for load in loads]).to(device))
+            parts = [(load.source, _as_slice(load.tokens)) for load in loads]
+            prepared[first] = _Loads(parts, SlotIndex.of(slots, device), tables)
+        return prepared
 
     def _arrange(self) -> None:
         """Everything that depends on which rows are alive: write slots, views, attention blocks."""
@@ -226,13 +242,10 @@ class _Step:
         return out
 
     def _load_layer(self, layer: int) -> None:
-        device = self.pool.device
-        for item in self.loads:
-            if layer < item.load.first_layer:
-                continue
-            keys, values = item.load.source.layer(layer)
-            keys, values = keys[:, item.tokens].to(device), values[:, item.tokens].to(device)
-            self.pool.write(layer, item.index, item.tables.rotate_keys(layer, keys), values)
+        for first, loads in self.loads.items():
+            if layer >= first:
+                keys, values = loads.fetch(layer, self.pool.device)
+                self.pool.write(layer, loads.index, loads.tables.rotate_keys(layer, keys), values)
 
     def _select(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Resolve the ``Select`` steps that look at this layer, before anything of it is overwritten."""
@@ -277,6 +290,12 @@ class _Step:
             PlanResult(part, tuple(s.rows), s.recomputed, s.charged, tuple(s.deviations), s.finite)
             for s, part in zip(self.states, logits.split(sizes), strict=True)
         ]
+
+
+def _as_slice(tokens: Tensor) -> slice | Tensor:
+    """Ascending indices as a slice where they are contiguous: a view instead of a copy."""
+    n, first = tokens.numel(), int(tokens[0])
+    return slice(first, first + n) if int(tokens[-1]) - first == n - 1 else tokens
 
 
 def _deviation(layer: int, scores: Tensor, chosen: Tensor) -> Deviation:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from kvweave.core.spec import KVLayout
 
+_MAX_RUNS = 16  # so many slices copy faster than a gather or scatter by index
+
 
 @dataclass(frozen=True)
 class SlotIndex:
@@ -58,11 +60,13 @@ class KVPool:
     def write(self, layer: int, index: SlotIndex, keys: Tensor, values: Tensor) -> None:
         """Store K and V, each [kv_heads, n, dim], in the slots of ``index``."""
         for pool, new in ((self.keys[layer], keys), (self.values[layer], values)):
-            if len(index.runs) == 1:
-                start, stop = index.runs[0]
-                pool[:, start:stop] = new
-            elif index.runs:
+            if len(index.runs) > _MAX_RUNS:
                 pool.index_copy_(1, index.slots, new)
+                continue
+            at = 0
+            for start, stop in index.runs:
+                pool[:, start:stop] = new[:, at : at + stop - start]
+                at += stop - start
 
     def read(self, layer: int, index: SlotIndex) -> tuple[Tensor, Tensor]:
         """K and V of the slots, each [kv_heads, n, dim]; views of the pool if the slots are contiguous."""
@@ -70,6 +74,6 @@ class KVPool:
         if len(index.runs) == 1:
             start, stop = index.runs[0]
             return keys[:, start:stop], values[:, start:stop]
-        if 1 < len(index.runs) <= 16:  # a few slices copy faster than a gather by index
+        if 1 < len(index.runs) <= _MAX_RUNS:
             return tuple(torch.cat([t[:, a:b] for a, b in index.runs], dim=1) for t in (keys, values))  # type: ignore[return-value]
         return keys.index_select(1, index.slots), values.index_select(1, index.slots)
