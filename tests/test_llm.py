@@ -63,6 +63,30 @@ def test_documents_are_found_in_any_order(llm: LLM) -> None:
         llm.reset_prefix_cache()
 
 
+def test_options_of_the_llms_own_technique_are_kept(tiny_model_dir: Path) -> None:
+    from kvweave.reuse.cacheblend import CacheBlend
+
+    own = CacheBlend(schedule="gradual", deviation="v", check_layer=1)
+    with make(tiny_model_dir, technique=own) as other:
+        assert other._technique({"reuse": "fused"})[1] == own
+        assert other._technique({"recompute_ratio": 0.3})[1] == CacheBlend(0.3, "gradual", "v", check_layer=1)
+        assert other._technique({"reuse": "exact"})[1].name == "prefix"
+
+
+def test_precompute_waits_for_running_requests(tiny_model_dir: Path) -> None:
+    with make(tiny_model_dir) as other:
+        n = len(other.tokenizer.encode_document(TEXTS[0]))
+        per_token = other.engine.parts.pool.layout.bytes_per_token
+    with make(tiny_model_dir, kv_pool=(n + 150) * per_token) as other:
+        stream = other.stream("word1 word2", SamplingParams(max_tokens=100), reuse="off")
+        next(stream)
+        (done,) = other.precompute([DOCS[0]])
+        assert done.computed_tokens == done.chunk_tokens == n
+        assert list(stream)[-1].output is not None
+    with make(tiny_model_dir, chunk_cache=0) as nothing:
+        assert nothing.precompute([DOCS[0]])[0].chunk_tokens == 0
+
+
 def test_exact_is_the_default_and_off_reads_nothing(llm: LLM) -> None:
     llm.precompute(DOCS)
     first = llm.chat(chat(*DOCS), SamplingParams(max_tokens=3))
@@ -204,6 +228,19 @@ def test_bos_anchor_serves_any_prompt(tiny_model_dir: Path) -> None:
         (lambda m: m.chat([{"role": "user"}]), InvalidRequest, "content"),
         (lambda m: m.chat([{"role": "user", "content": [3]}]), InvalidRequest, "content"),
         (lambda m: Document("x", id="a b"), InvalidRequest, "label"),
+        (lambda m: m.generate([DOCS[0], "word1"]), InvalidRequest, "is a Prompt"),
+        (lambda m: m.generate(DOCS[0]), InvalidRequest, "is a Prompt"),
+        (lambda m: m.generate(None), InvalidRequest, "is a Prompt"),
+        (lambda m: m.precompute(DOCS[0]), InvalidRequest, "list of Documents"),
+        (lambda m: m.precompute(["word1"]), InvalidRequest, "list of Documents"),
+        (lambda m: m.generate("\ud800 word1"), InvalidRequest, "surrogate"),
+        (lambda m: Document("\ud800 word1"), InvalidRequest, "surrogate"),
+        (lambda m: m.score("word1", [10**7]), InvalidRequest, "continuation"),
+        (lambda m: m.score("word1", []), InvalidRequest, "continuation"),
+        (lambda m: SamplingParams(max_tokens=2.5), InvalidOption, "whole number"),
+        (lambda m: SamplingParams(stop=(1,)), InvalidOption, "strings"),
+        (lambda m: m.generate("word1", technique=f"random:seed={10**30}"), InvalidOption, "seed"),
+        (lambda m: m.generate(["word1", "word1 " * 3000]), ContextLengthExceeded, "limit"),
         (lambda m: Document(3), InvalidRequest, "string"),
     ],
 )
@@ -219,6 +256,8 @@ def test_bad_configuration_is_refused(tiny_model_dir: Path, tmp_path: Path) -> N
         ({"kv_pool": "1 gig"}, InvalidOption, "not a size"),
         ({"kv_pool": 10}, InvalidOption, "KV pool"),
         ({"kv_pool": "999TiB"}, InvalidOption, "Make kv_pool smaller"),
+        ({"chunk_cache": "9" * 400}, InvalidOption, "not a size"),
+        ({"chunk_size": "512"}, InvalidOption, "chunk_size"),
         ({"chunk_cache": "auto"}, InvalidOption, "not a size"),
         ({"threads": 10**13}, InvalidOption, "threads"),
         ({"device": "cuda:7"}, InvalidOption, "CUDA"),
@@ -226,7 +265,7 @@ def test_bad_configuration_is_refused(tiny_model_dir: Path, tmp_path: Path) -> N
         ({"device": "tpu"}, InvalidOption, "cuda"),
         ({"anchor": "tail"}, InvalidOption, "anchor"),
         ({"max_model_len": 10**7}, InvalidOption, "max_model_len"),
-        ({"min_chunk": 600}, InvalidOption, "min_tokens"),
+        ({"min_chunk": 600}, InvalidOption, "chunk_size"),
     ):
         with pytest.raises(error, match=message):
             make(tiny_model_dir, **options)  # type: ignore[arg-type]

@@ -67,8 +67,10 @@ class EngineConfig:
             if value != "auto" and not (isinstance(value, int) and 1 <= value <= most):
                 raise InvalidOption(f"{name}={value!r} is out of range. Use 'auto' or 1 to {most:,}.")
         for name in ("max_step_rows", "chunk_size", "min_chunk"):
-            if getattr(self, name) < 1:
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise InvalidOption(f"{name}={getattr(self, name)} is out of range. Use 1 or more.")
+        if self.min_chunk > self.chunk_size:
+            raise InvalidOption(f"min_chunk={self.min_chunk} is above chunk_size={self.chunk_size}. Lower it.")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise InvalidOption(f"max_model_len={self.max_model_len} is out of range. Use 2 or more tokens.")
         if self.min_reuse_tokens < 0:
@@ -90,7 +92,7 @@ class EngineConfig:
 def parse_size(value: int | str, name: str = "size") -> int:
     """Bytes of ``1024``, ``"64MiB"``, ``"1.5GiB"``; raises ``InvalidOption``."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
-    if not match or match[2] not in _UNITS:
+    if not match or match[2] not in _UNITS or len(match[1]) > 30:
         raise InvalidOption(f"{name}={value!r} is not a size. Write bytes or a size like 512MiB or 4GiB.")
     return int(float(match[1]) * _UNITS[match[2]])
 

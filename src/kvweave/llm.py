@@ -24,7 +24,7 @@ from kvweave.engine.sequence import Sequence as Running
 from kvweave.errors import InvalidOption, InvalidRequest, UnknownOption, suggest
 from kvweave.models.sources import resolve
 from kvweave.reuse.base import Technique
-from kvweave.reuse.registry import DEFAULT_TECHNIQUE, make_technique
+from kvweave.reuse.registry import DEFAULT_TECHNIQUE, make_technique, with_ratio
 
 PromptLike = str | Prompt | Sequence[Segment]
 Messages = Sequence[dict[str, Any]]
@@ -88,7 +88,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Stop what runs and forget all cached KV."""
+        """Stop what runs and forget the exact prefixes. Chunk records go with the object."""
         with self._lock:
             for sequence in [*self.engine.scheduler.running, *self.engine.scheduler.waiting]:
                 self.engine.abort(sequence, "the engine was closed")
@@ -111,6 +111,10 @@ class LLM:
         ``recompute_ratio`` for this call; a list of techniques is one per prompt, so that those compared share a batch.
         Raises ``RequestError``s before anything runs.
         """
+        if not isinstance(prompts, str | Prompt | list | tuple) or (
+            isinstance(prompts, list | tuple) and any(isinstance(p, Document) for p in prompts)
+        ):
+            raise InvalidRequest("A prompt with documents is a Prompt: generate(Prompt([document, 'question'])).")
         single = isinstance(prompts, str | Prompt)
         batch = [prompts] if isinstance(prompts, str | Prompt) else list(prompts)
         chosen = self._techniques(cache, len(batch))
@@ -118,7 +122,8 @@ class LLM:
         with self._lock:
             running: list[Running] = []
             try:
-                running += [self.engine.add(r) for r in requests]
+                for request in requests:
+                    running.append(self.engine.add(request))  # noqa: PERF401 - one by one: those queued before an error must be known
             finally:
                 if len(running) < len(requests):
                     for sequence in running:
@@ -166,6 +171,8 @@ class LLM:
         if not isinstance(prompt, str | Prompt):
             prompt = self.render(prompt)
         request = self._request(prompt, SamplingParams(max_tokens=0), asked, technique)
+        if not continuation or not all(0 <= t < self.engine.parts.adapter.vocab_size for t in continuation):
+            raise InvalidRequest("continuation: expected at least one token id of this model. Use the ids of an Output.")
         forced = TokenSpan(tuple(continuation[:-1]))  # the last one is predicted, not read
         tokens = TokenPrompt((*request.prompt.spans, forced))
         request = replace(request, prompt=tokens, keep_logits=len(forced.token_ids) + 1)
@@ -192,6 +199,8 @@ class LLM:
         conversation whose first document marks its end. Default: a chat whose first user message starts with the
         documents, or nothing if the model has no chat template. ``progress`` is called after each document.
         """
+        if isinstance(documents, Document) or not all(isinstance(d, Document) for d in documents):
+            raise InvalidRequest("precompute takes a list of Documents: precompute([Document(text)]).")
         anchor = self._anchor(head)
         limit = self.engine.parts.context_length
         encoded = [(d, self.tokenizer.encode_document(d.content)) for d in documents]
@@ -205,8 +214,9 @@ class LLM:
         for document, ids in encoded:
             with self._lock:
                 computed = precompute(self.engine, ids, anchor)
-            pieces = self.engine.parts.chunks.pieces(ids, anchor)
-            item = Precomputed(document.id or "", computed, sum(len(p.token_ids) for p in pieces))
+                chunks = self.engine.parts.chunks
+                held = [len(p.token_ids) for p in chunks.pieces(ids, anchor) if chunks.store.contains(p.key)]
+            item = Precomputed(document.id or "", computed, sum(held))
             done.append(item)
             if progress is not None:
                 progress(item)
@@ -230,10 +240,11 @@ class LLM:
                 raise UnknownOption(name, _CACHE_OPTIONS, "a request")
         if all(value is None for value in cache.values()):
             return self._default
-        technique = cache.get("technique")
-        if technique is None and cache.get("reuse") in (None, self._default[0]):
-            technique = self._default[1].name
-        return _choose(cache.get("reuse"), technique, cache.get("recompute_ratio"))
+        technique, ratio = cache.get("technique"), cache.get("recompute_ratio")
+        asked, own = self._default
+        if technique is None and cache.get("reuse") in (None, asked):  # this LLM's own, with its options
+            return asked, own if ratio is None else with_ratio(own, ratio)
+        return _choose(cache.get("reuse"), technique, ratio)
 
     def _request(self, prompt: PromptLike, sampling: SamplingParams | None, asked: str, technique: Technique) -> Request:
         tokens = self.tokenizer.tokenise(prompt if isinstance(prompt, Prompt) else Prompt(prompt))

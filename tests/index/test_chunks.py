@@ -44,7 +44,8 @@ def index(store: HostStore, tenant: str = "t", fingerprint: ModelFingerprint = F
 def fill(store: HostStore, chunks: ChunkIndex, ids: list[int], anchor: tuple[int, ...], skip: int | None = None) -> None:
     for i, piece in enumerate(chunks.pieces(ids, anchor)):
         if i != skip:
-            store.put(ChunkRecord(piece.key, piece.token_ids, (torch.zeros(1, 1, 1),), (torch.zeros(1, 1, 1),)))
+            kv = (torch.zeros(1, 1, 1),)
+            store.put(ChunkRecord(piece.key, piece.token_ids, kv, kv, birth=len(piece.anchor_ids)))
 
 
 def test_pieces_are_found_alone_and_borders_known() -> None:

@@ -314,6 +314,30 @@ def test_long_prompts_run_in_blocks() -> None:
     assert not close(fast.logits, whole.run(prompt, "cacheblend:ratio=0.3").logits)  # another choice
 
 
+@pytest.mark.parametrize("technique", ["epic:k=3", "cacheblend:ratio=0.3,check_layer=1", "question:ratio=0.4"])
+@pytest.mark.parametrize("case", ["prefix ends inside a document", "pieces behind two anchors"])
+def test_a_piece_whose_front_is_exact_is_a_border(technique: str, case: str) -> None:
+    """The pieces in front are exact, this one isn't: its head is where the text in front changed."""
+    long = doc(90, 1)
+    lab = Lab()
+    name = technique.partition(":")[0]
+    if case.startswith("prefix"):
+        lab.precompute(long)
+        lab.run(prompt_of([BOS, 6], long[:40]), "prefix")
+    else:
+        lab.anchors = ((BOS, 6), (BOS,))
+        lab.precompute(long, anchor=(BOS, 6))
+        first = lab.engine.parts.chunks.pieces(long, (BOS, 6))[0].key
+        lab.store.remove([k for k in lab.store._records if k != first])
+        lab.precompute(long)
+    prompt = prompt_of([BOS, 6], ("doc", long), doc(5, 3))
+    result = lab.run(prompt, technique)
+    assert result.report.cached_tokens > 0
+    assert result.report.recomputed_tokens > 0
+    lab.forget_prefixes()
+    assert close(lab.run(prompt, f"{name}:ratio=1").logits, lab.native(prompt)[-1:])
+
+
 @pytest.mark.parametrize("technique", ["random:ratio=0,full_layers=2", "cacheblend:ratio=0,head=0"])
 def test_blocks_of_which_nothing_goes_on(technique: str) -> None:
     """A block may end in the middle of the model; what it loads in later layers must still arrive."""

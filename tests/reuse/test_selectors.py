@@ -80,7 +80,7 @@ def test_choose_takes_the_best_and_breaks_ties_by_order(scores: list[int], keep:
     assert set(chosen) == set(ranked[: len(chosen)])
 
 
-def test_question_scores_sum_to_one_a_layer_and_tiles_agree() -> None:
+def test_question_scores_are_attention_and_tiles_agree() -> None:
     generator = torch.Generator().manual_seed(0)
     queries, keys = torch.randn(4, 10, 16, generator=generator), torch.randn(2, 30, 16, generator=generator)
     results = []
@@ -88,9 +88,9 @@ def test_question_scores_sum_to_one_a_layer_and_tiles_agree() -> None:
         attention = QuestionAttention(torch.zeros(30), context=20, tile=tile)
         attention.observe(0, queries, keys, torch.arange(21, 31), 0.25)
         results.append(attention.scores)
-        assert float(attention.scores.sum()) == pytest.approx(1.0, abs=1e-5)
+        assert float(attention.scores.sum()) == pytest.approx(4 * 10, abs=1e-3)  # one a head and row
         assert not attention.scores[20:].any()  # keys of the question itself are left out
     assert torch.allclose(results[0], results[1], atol=1e-6)
     uniform = QuestionAttention(torch.zeros(30), context=20)
     uniform.observe(0, torch.zeros_like(queries), keys, torch.arange(21, 31), 0.25)
-    assert torch.allclose(uniform.scores[:20], torch.full((20,), 1 / 20))
+    assert torch.allclose(uniform.scores[:20], torch.full((20,), 40 / 20))

@@ -25,6 +25,7 @@ class Document:
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
             raise InvalidRequest(f"Document.text: expected a string, got {type(self.text).__name__}. Pass its text.")
+        check_text(self.content, "Document.text")
         if self.id is not None and not _LABEL.fullmatch(self.id):
             raise InvalidRequest(
                 f"Document id {self.id!r} is not a label. Use 1 to 128 of the characters A-Z a-z 0-9 . _ : @ -"
@@ -34,6 +35,16 @@ class Document:
     def content(self) -> str:
         """The text as it enters a prompt: white space around it is not part of a document's identity."""
         return (f"{self.title}\n{self.text}" if self.title else self.text).strip()
+
+
+def check_text(text: str, where: str) -> None:
+    """Raise ``InvalidRequest`` for text no tokenizer takes: halves of surrogate pairs, left by a broken decoder."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{where} has half a surrogate pair at character {error.start}. Decode the text as UTF-8 first."
+        ) from error
 
 
 Segment = str | Document
@@ -57,6 +68,8 @@ class Prompt:
                 raise InvalidRequest(
                     f"segments[{i}]: expected a string or a Document, got {type(segment).__name__}. Wrap texts in Document."
                 )
+            if isinstance(segment, str):
+                check_text(segment, f"segments[{i}]")
         if not any(s if isinstance(s, str) else s.content for s in self.segments):
             raise InvalidRequest("The prompt is empty. Give at least one non-empty segment.")
 

@@ -31,6 +31,15 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("max_tokens", "top_k", "seed", "logprobs"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+                raise InvalidOption(f"{name}={value!r} is not a whole number. Give one.")
+        for name in ("temperature", "top_p"):
+            if not isinstance(getattr(self, name), int | float):
+                raise InvalidOption(f"{name}={getattr(self, name)!r} is not a number. Give one.")
+        if not all(isinstance(s, str) for s in self.stop) or not all(isinstance(t, int) for t in self.stop_token_ids):
+            raise InvalidOption("stop takes strings, stop_token_ids takes token ids. Give lists of those.")
         checks = (
             (self.max_tokens >= 0, "max_tokens", "0 or more"),
             (0.0 <= self.temperature <= 100.0, "temperature", "0 (greedy) to 100"),

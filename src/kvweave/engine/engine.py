@@ -121,8 +121,9 @@ class Engine:
                 self.abort(sequence, f"another request in its batch failed ({type(error).__name__})")
             raise
         for sequence, result in zip(batch, results, strict=True):
-            with self._own_errors(sequence):
-                self._advance(sequence, result)
+            if sequence.failure is None:  # not aborted while the step ran
+                with self._own_errors(sequence):
+                    self._advance(sequence, result)
         return batch
 
     @contextmanager

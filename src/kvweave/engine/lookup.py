@@ -66,8 +66,11 @@ def _classify(found: list[FoundChunk], resident: int, end: int) -> tuple[tuple[C
             continue
         skipped = start - chunk.start
         source = chunk.record if not skipped else _Tail(chunk.record, skipped)
-        hit = ChunkHit(start, stop, source, chunk.record.birth + skipped, chunk.border)
-        (exact if chunk.exact and not fused else fused).append(hit)
+        if chunk.exact and not fused:
+            exact.append(ChunkHit(start, stop, source, chunk.record.birth + skipped, chunk.border))
+            continue
+        joined = not chunk.border and bool(fused) and fused[-1].stop == start  # its piece in front is fused as well
+        fused.append(ChunkHit(start, stop, source, chunk.record.birth + skipped, border=not joined))
     return tuple(exact), tuple(fused)
 
 

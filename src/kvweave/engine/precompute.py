@@ -51,12 +51,13 @@ def _prefill(engine: Engine, anchor: list[int], pieces: list[Piece]) -> int:
             f"A document has {len(ids) - len(anchor):,} tokens, the limit is {parts.context_length - len(anchor):,}. "
             "Cut it into several documents."
         )
-    slots = engine.reserve(len(ids))
-    if slots is None:
+    if len(ids) > parts.pool.num_slots:
         raise PromptExceedsPool(
-            f"A document needs {len(ids):,} slots, the KV pool has {engine.allocator.num_free:,} free. "
+            f"A document needs {len(ids):,} slots, the KV pool has {parts.pool.num_slots:,}. "
             "Use a larger kv_pool, or cut it into several documents."
         )
+    while (slots := engine.reserve(len(ids))) is None:
+        engine.step()  # running requests hold too many: let them finish
     try:
         sinks = [RecordSink(parts.pool.layout, len(p.token_ids)) for p in pieces]
         for block in split(_plan(torch.tensor(ids), slots, len(anchor), pieces, sinks), parts.prefill_rows):

@@ -49,12 +49,16 @@ class Scheduler(Generic[S]):
                 self.running.append(self.waiting.popleft())
 
     def schedule(self) -> list[S]:
-        """Sequences of the next step, at most ``max_step_rows`` rows; one always runs, however large its plan."""
+        """Sequences of the next step: all decodes, the oldest prefill, and what else fits ``max_step_rows`` rows.
+
+        The oldest prefill always joins, whatever decodes, so that nothing starves.
+        """
         order = sorted(self.running, key=lambda s: s.pending_rows > 1)  # stable: decodes first, then by arrival
+        oldest = next((s for s in order if s.pending_rows > 1), None)
         chosen: list[S] = []
         rows = 0
         for sequence in order:
-            if not chosen or rows + sequence.pending_rows <= self.max_step_rows:
+            if sequence is oldest or sequence.pending_rows == 1 or rows + sequence.pending_rows <= self.max_step_rows:
                 chosen.append(sequence)
                 rows += sequence.pending_rows
         return chosen

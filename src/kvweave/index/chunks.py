@@ -122,9 +122,17 @@ class ChunkIndex:
         self, prompt: TokenPrompt, start: int, piece: Piece, record: ChunkRecord | None, before: list[FoundChunk]
     ) -> FoundChunk:
         assert record is not None
-        joined = piece.start > 0 and not self.chunking.isolated_pieces and bool(before) and before[-1].stop == start
+        joined = piece.start > 0 and not self.chunking.isolated_pieces and _continues(before, start, piece)
         exact = prompt.token_ids[:start] == piece.anchor_ids
         return FoundChunk(start, start + len(piece.token_ids), record, exact, border=not joined)
+
+
+def _continues(before: list[FoundChunk], start: int, piece: Piece) -> bool:
+    """The chunk in front is the piece in front, computed behind the same anchor (its birth tells the anchor's length)."""
+    if not before or before[-1].stop != start:
+        return False
+    previous = before[-1]
+    return previous.record.birth + previous.stop - previous.start == len(piece.anchor_ids)
 
 
 @dataclass(frozen=True)

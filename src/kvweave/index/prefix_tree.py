@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvweave.errors import IntegrityError
 from kvweave.kv.allocator import SlotAllocator
 
 
@@ -60,6 +61,8 @@ class PrefixTree:
         Where the tree has a prefix already, it keeps its own slots for it.
         """
         tokens = tuple(tokens)
+        if len(tokens) != slots.numel():
+            raise IntegrityError(f"{len(tokens)} tokens with {slots.numel()} slots can't enter the prefix tree")
         node, at = self._roots.setdefault(scope, _Node((), torch.empty(0, dtype=torch.int64), None)), 0
         while at < len(tokens):
             child = node.children.get(tokens[at])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -22,7 +22,7 @@ from kvweave.reuse.selectors.base import choose
 
 @dataclass(frozen=True)
 class Question:
-    """``ratio`` of the reused tokens by question attention; ``head`` tokens of each chunk inside the budget."""
+    """``ratio`` of the reused tokens by question attention; at least the first ``head`` tokens of each chunk."""
 
     name: ClassVar[str] = "question"
     reuse: ClassVar[Reuse] = "fused"
@@ -47,7 +47,7 @@ class Question:
         attention = QuestionAttention(torch.zeros(request.num_tokens), context=int(candidates[-1]) + 1)
         holes = request.forced[request.forced < question[0]]
         if holes.numel():  # the question must see the holes' KV, so they are computed in front of it
-            yield request.compile(holes, loads=request.loads_without(holes), logits=False)
+            yield request.compile(holes, loads=request.loads_without(holes), logits=False, prepass=True)
             yield request.compile(question, loads=(), observer=attention, logits=False, prepass=True)
         else:
             loads = request.loads_without(question)
@@ -60,14 +60,13 @@ class Question:
 
 @dataclass
 class QuestionAttention:
-    """Sums over layers, heads and rows of softmax over the *context* keys alone (question keys left out)."""
+    """Sum over layers, heads and rows of softmax over the *context* keys alone (question keys left out)."""
 
     scores: Tensor
     """[T] fp32, accumulated."""
     context: int
     """Entries [0, context) are context."""
     tile: int = 64
-    layers: int = field(default=0)
 
     def observe(self, layer: int, queries: Tensor, keys: Tensor, visible: Tensor, scaling: float) -> None:
         """Rows are handled ``tile`` at a time, so the weights never exist for all of them at once."""
@@ -78,5 +77,4 @@ class QuestionAttention:
             q = rows.float().reshape(kv_heads, groups * rows.shape[1], -1)
             weights = torch.softmax(torch.matmul(q, keys.transpose(1, 2)) * scaling, -1)
             total += weights.sum((0, 1))
-        self.scores[: self.context] += total.cpu() / (queries.shape[0] * queries.shape[1])
-        self.layers += 1
+        self.scores[: self.context] += total.cpu()

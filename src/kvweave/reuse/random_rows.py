@@ -33,6 +33,8 @@ class Random:
         check_ratio(self.ratio)
         if self.full_layers < 0:
             raise InvalidOption(f"full_layers={self.full_layers} is out of range. Use 0 or more.")
+        if not 0 <= self.seed < 2**63:
+            raise InvalidOption(f"seed={self.seed} is out of range. Use 0 to 2^63 - 1.")
 
     def plan(self, request: PlanRequest) -> Iterator[RequestPlan]:
         candidates = request.candidates
@@ -40,7 +42,7 @@ class Random:
         generator = torch.Generator().manual_seed(self.seed)
         chosen = candidates[torch.randperm(candidates.numel(), generator=generator)[:m]].sort().values
         if not self.full_layers or self.full_layers >= request.layout.num_layers:
-            yield static_plan(request, chosen)
+            yield static_plan(request, candidates if self.full_layers else chosen)
             return
         orders = request.computable
         kept = torch.cat([request.forced, chosen]).sort().values

@@ -75,12 +75,24 @@ def make_technique(spec: str | Technique, *, ratio: float | None = None, **optio
     return cls(**options)
 
 
+def with_ratio(technique: Technique, ratio: float) -> Technique:
+    """The same technique, all its other options kept, at another recompute ratio."""
+    fields = [f.name for f in dataclasses.fields(technique)]  # type: ignore[arg-type]
+    if "ratio" not in fields:
+        raise UnknownOption("ratio", fields or ["(none)"], f"technique '{technique.name}'")
+    return dataclasses.replace(technique, ratio=ratio)  # type: ignore[type-var]
+
+
 def _parse(cls: type[Any], key: str, value: str) -> Any:
     """Convert text to the type of the option it is for."""
     hints = typing.get_type_hints(cls)
     if key not in hints:
         raise UnknownOption(key, [f.name for f in dataclasses.fields(cls)] or ["(none)"], f"technique '{cls.name}'")
-    kinds = [t for t in (typing.get_args(hints[key]) or (hints[key],)) if t in (int, float, bool)]
+    if hints[key] is bool:
+        if value not in ("true", "false"):
+            raise InvalidOption(f"{key}={value!r} is not a switch. Write {key}=true or {key}=false.")
+        return value == "true"
+    kinds = [t for t in (typing.get_args(hints[key]) or (hints[key],)) if t in (int, float)]
     try:
         return kinds[0](value) if kinds else value
     except ValueError:
