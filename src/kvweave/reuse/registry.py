@@ -18,7 +18,7 @@ from kvweave.reuse.question import Question
 from kvweave.reuse.random_rows import Random
 
 ENTRY_POINTS = "kvweave.techniques"
-DEFAULT_TECHNIQUE = "epic"
+DEFAULT_TECHNIQUE = "question"
 _BUILT_IN: dict[str, type[Any]] = {cls.name: cls for cls in (Full, Prefix, Naive, Raw, Epic, Random, CacheBlend, Question)}
 
 
