@@ -63,7 +63,7 @@ def alternate(runs: dict[str, Callable[[], object]], repeat: int) -> dict[str, T
 class Ours:
     """kvweave on synthetic documents: exactly ``DOCUMENT_TOKENS`` ids each."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, anchor: str) -> None:
         self.llm, self.engine = llm, llm.engine
         generator = torch.Generator().manual_seed(0)
         vocabulary = self.engine.parts.adapter.vocab_size
@@ -74,11 +74,12 @@ class Ours:
         bos = llm.tokenizer.bos_id if llm.tokenizer.bos_id is not None else 0
         self.head = (bos, *ids(15))
         documents = [ids(DOCUMENT_TOKENS) for _ in range(DOCUMENTS)]
+        behind = self.head if anchor == "head" else (bos,)
         for document in documents:
-            precompute(self.engine, document, (bos,))
+            precompute(self.engine, document, behind)
         spans = [TokenSpan(d, Document(str(i))) for i, d in enumerate(documents)]
         self.prompt = TokenPrompt((TokenSpan(self.head), *spans, TokenSpan(ids(QUESTION_TOKENS))))
-        self.anchors = ((bos,),)
+        self.anchors = (behind,)
 
     @property
     def token_ids(self) -> Tensor:
@@ -106,11 +107,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--decode-tokens", type=int, default=16)
     parser.add_argument("--threads", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--anchor", choices=("head", "bos"), default="head", help="head: the first document is exact")
     parser.add_argument("--profile", action="store_true", help="where the time of each arm goes, by kind of work")
     args = parser.parse_args(argv)
     threads = args.threads if args.threads == "auto" else int(args.threads)
-    llm = LLM(args.model, home=args.home, threads=threads, dtype=args.dtype, anchor="bos")
-    ours = Ours(llm)
+    llm = LLM(args.model, home=args.home, threads=threads, dtype=args.dtype, anchor=args.anchor)
+    ours = Ours(llm, args.anchor)
     directory = resolve(args.model, home=args.home).directory
     natives = {str(d).removeprefix("torch."): Native(directory, d, ours.token_ids) for d in (torch.bfloat16, torch.float32)}
 
@@ -152,6 +154,8 @@ def _result(llm: LLM, ours: Ours, timings: dict[str, Timing], best: str, decode:
         "gemm_gflops": rate,
         "memory_gb_per_s": bandwidth,
         "prompt_tokens": len(ours.prompt.token_ids),
+        "anchor": llm.config.anchor,
+        "exact_tokens": {arm: r.cached_tokens for arm, r in reports.items()},
         "budget": {arm: r.budget for arm, r in reports.items()},
         "timings": {name: asdict(t) for name, t in timings.items()},
         "transformers": best,
