@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvweave.attention.base import LayerOptions, ViewRows, hidden_mask
-from kvweave.kv.pool import KVPool, SlotIndex
+from kvweave.kv.pool import KVPool
 
 _SEGMENTED_ROWS = 16  # so few rows read each run of a scattered context in place; more rows pay for one gathered copy
 _SEGMENTED_RUNS = 8
@@ -115,8 +115,7 @@ def _segments(view: ViewRows, layer: int, pool: KVPool) -> list[tuple[int, Tenso
         return [(0, *pool.read(layer, view.context))]
     pieces, offset = [], 0
     for start, stop in runs:
-        index = SlotIndex(view.context.slots[:0], ((start, stop),))
-        pieces.append((offset, *pool.read(layer, index)))
+        pieces.append((offset, pool.keys[layer][:, start:stop], pool.values[layer][:, start:stop]))
         offset += stop - start
     return pieces
 

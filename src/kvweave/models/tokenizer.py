@@ -9,7 +9,7 @@ from typing import Any
 from kvweave.core.prompt import Document, Prompt, TokenPrompt, TokenSpan
 from kvweave.errors import BrokenModel, InvalidRequest
 
-_MARKS = [chr(c) for c in range(0xFDD0, 0xFDF0)]  # Unicode noncharacters: in no real text
+_MARKS = ("\ufdd0", "\ufdd1")  # Unicode noncharacters, in no real text: before and behind a document
 
 
 class Tokenizer:
@@ -73,7 +73,7 @@ class Tokenizer:
             texts, marks = [], []
             for part in parts:
                 text = part.content if isinstance(part, Document) else part
-                if any(m in text for m in _MARKS[:2]):
+                if any(m in text for m in _MARKS):
                     raise InvalidRequest(f"messages[{i}].content has the noncharacters U+FDD0 or U+FDD1. Remove them.")
                 texts.append(text)
                 if isinstance(part, Document):
