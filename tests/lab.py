@@ -22,6 +22,7 @@ from kvweave.kv.pool import KVPool
 from kvweave.reuse.base import Technique
 from kvweave.reuse.registry import make_technique
 from kvweave.store.host import HostStore
+from kvweave.store.tiered import TieredStore
 from tests.matrix import adapter, native_logits
 
 BOS = 1
@@ -69,7 +70,7 @@ class Lab:
         model = adapter(self.family)
         fingerprint = ModelFingerprint.of(content=self.family)
         self.model = model
-        self.store = HostStore(self.cache_bytes)
+        self.store = self.make_store()
         self.engine = Engine(
             EngineParts(
                 adapter=model,
@@ -84,6 +85,9 @@ class Lab:
                 min_reuse_tokens=self.min_reuse_tokens,
             )
         )
+
+    def make_store(self) -> TieredStore:
+        return TieredStore(HostStore(self.cache_bytes))
 
     def precompute(self, *documents: Sequence[int], anchor: Sequence[int] = (BOS,)) -> None:
         for ids in documents:
@@ -114,7 +118,7 @@ class Lab:
         )
 
     def forget_prefixes(self) -> None:
-        self.engine.tree.clear(self.tenant)
+        self.engine.tree.clear_all()
         self.engine.check_integrity()
 
     def native(self, prompt: TokenPrompt) -> Tensor:

@@ -20,13 +20,14 @@ _HOME = {
     "Delta": "kvweave.core.report",
     "ReuseReport": "kvweave.core.report",
     "EngineConfig": "kvweave.config",
+    "Tiers": "kvweave.config",
     "KvweaveError": "kvweave.errors",
     "techniques": "kvweave.reuse.registry",
 }
 __all__ = sorted(_HOME)
 
 if TYPE_CHECKING:
-    from kvweave.config import EngineConfig
+    from kvweave.config import EngineConfig, Tiers
     from kvweave.core.prompt import Document, Prompt
     from kvweave.core.report import Delta, Output, ReuseReport
     from kvweave.core.sampling import SamplingParams

@@ -16,6 +16,81 @@ from kvweave.errors import InvalidOption, UnknownOption, suggest
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 ANCHORS = ("bos", "head")
+CONTROLLERS = ("auto", "paper", "off")
+_DISK_SIZE = "10GiB"
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Where chunk KV is kept beyond host memory. Nothing here is on until ``disk`` or ``remote`` is given.
+
+    Sizes are bytes, or texts like ``"4GiB"``; times are seconds.
+    """
+
+    disk: str | Path | None = None
+    """A folder, or ``FOLDER:SIZE``; without a size it may hold 10GiB."""
+    remote: str | tuple[str, ...] = ()
+    """``redis://host:port/db`` or ``s3://bucket/prefix``, with options behind a question mark (docs/tiers.md)."""
+    codec: str = "raw"
+    """How records are kept, in every tier: raw (bit for bit), int8 or fp8 (lossy, and then no chunk is ever exact)."""
+    eviction: str = "lru"
+    """Of the disk tier: lru, cost, lfu or fifo."""
+    tenant_quota: int | str | None = None
+    """Most bytes of one tenant in host memory and on disk, each."""
+    threads: int = 4
+    """I/O threads."""
+    staging: int | str = "512MiB"
+    """Memory for loads on their way."""
+    write_queue: int | str = "1GiB"
+    """Memory for records that wait to be written, per tier."""
+    lookup_timeout: float = 2.0
+    load_timeout: float = 10.0
+    direct: str = "auto"
+    """O_DIRECT on disk: auto (where the file system allows it), on, off."""
+    durability: str = "cache"
+    """cache: a power failure may lose records (never serve wrong ones); durable: every record is synced."""
+    secret_file: Path | None = None
+    """A file whose bytes key the tenants' keys. Machines that share a store need the same one."""
+
+    def __post_init__(self) -> None:
+        _one_of("codec", self.codec, ("raw", "int8", "fp8"))
+        _one_of("eviction", self.eviction, ("lru", "cost", "lfu", "fifo"))
+        _one_of("direct", self.direct, ("auto", "on", "off"))
+        _one_of("durability", self.durability, ("cache", "durable"))
+        if self.tenant_quota is not None:
+            parse_size(self.tenant_quota, "tenant_quota")
+        for name in ("staging", "write_queue"):
+            parse_size(getattr(self, name), name)
+        for name in ("lookup_timeout", "load_timeout"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 < value <= 3600:
+                raise InvalidOption(f"{name}={value!r} is out of range. Use seconds above 0, at most 3600.")
+        if not isinstance(self.threads, int) or not 1 <= self.threads <= 256:
+            raise InvalidOption(f"threads={self.threads!r} is out of range. Use 1 to 256 I/O threads.")
+        if self.disk is not None:
+            self.disk_folder()
+
+    @classmethod
+    def of(cls, **options: Any) -> Tiers:
+        """From keywords; an unknown one raises ``UnknownOption``."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                raise UnknownOption(name, known, "the tiers")
+        return cls(**options)
+
+    def disk_folder(self) -> tuple[Path, int]:
+        """The folder and its capacity in bytes."""
+        text = str(self.disk)
+        match = re.fullmatch(r"(.+):(\d[\d.]*\s*[A-Za-z]*)", text)
+        folder, size = (match[1], match[2]) if match else (text, _DISK_SIZE)
+        if not folder.strip():
+            raise InvalidOption("The disk tier has no folder. Write FOLDER or FOLDER:SIZE.")
+        return Path(folder).expanduser(), parse_size(size, "disk tier")
+
+    @property
+    def remotes(self) -> tuple[str, ...]:
+        return (self.remote,) if isinstance(self.remote, str) else tuple(self.remote)
 
 
 @dataclass(frozen=True)
@@ -52,6 +127,11 @@ class EngineConfig:
     isolated_pieces: bool = False
     min_reuse_tokens: int = 256
     """Fewer fused tokens than this aren't worth an approximation: the exact path runs."""
+    tiers: Tiers = dataclasses.field(default_factory=Tiers)
+    """Disk and remote stores behind the chunk cache."""
+    controller: str = "auto"
+    """For chunks that lie below host memory: auto and paper set the recompute ratio from measured rates and don't load where
+    that would lose; off takes the technique's ratio."""
     tenant: str = "default"
     home: Path | None = None
     """Folder for fetched and converted models; None: ~/.cache/kvweave."""
@@ -59,6 +139,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         _one_of("anchor", self.anchor, ANCHORS)
+        _one_of("controller", self.controller, CONTROLLERS)
+        if not isinstance(self.tiers, Tiers):
+            raise InvalidOption("tiers: expected kvweave.Tiers(disk=..., remote=...).")
         _one_of("attention", self.attention, ("auto", "sdpa", "blocked", "reference"))
         if self.device not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", self.device):
             raise InvalidOption(f"device '{self.device}' is unknown. Use auto, cpu, cuda or cuda:N.")

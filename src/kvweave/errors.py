@@ -22,6 +22,8 @@ command line returns (1 failed or interrupted, 2 usage or configuration, 3 a che
     │   ├── BrokenModel               files are missing, truncated or don't fit together
     │   ├── UnsupportedModel          the architecture is refused, with the reason
     │   └── SelfCheckFailed           our path and the model's own forward disagree (exit 3)
+    ├── StoreError                    a store folder or remote tier can't be used as asked
+    │   └── LoadFailed                stored KV didn't arrive (requests fall back)
     ├── NotEnoughSpace                no room on disk for the model cache
     └── InternalError                 an invariant of kvweave itself is broken: please report
         ├── PlanError
@@ -114,6 +116,21 @@ class UnsupportedModel(ModelError):
 class SelfCheckFailed(ModelError):
     code = "self_check_failed"
     exit_code = 3
+
+
+class StoreError(KvweaveError):
+    code = "store_error"
+
+
+class LoadFailed(StoreError):
+    """Stored KV didn't arrive, for a ``reason`` of ``kvweave.store.base.MissReason``. Requests fall back and go on."""
+
+    code = "load_failed"
+
+    def __init__(self, reason: str, tier: str) -> None:
+        super().__init__(f"A load from tier '{tier}' failed: {reason}. Check the tier with kvweave cache verify.")
+        self.reason = reason
+        self.tier = tier
 
 
 class NotEnoughSpace(KvweaveError):

@@ -25,6 +25,7 @@ from kvweave.errors import InvalidOption, InvalidRequest, UnknownOption, suggest
 from kvweave.models.sources import resolve
 from kvweave.reuse.base import Technique
 from kvweave.reuse.registry import DEFAULT_TECHNIQUE, make_technique, with_ratio
+from kvweave.store.base import EraseReceipt
 
 PromptLike = str | Prompt | Sequence[Segment]
 Messages = Sequence[dict[str, Any]]
@@ -88,11 +89,9 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Stop what runs and forget the exact prefixes. Chunk records go with the object."""
+        """Stop what runs, forget what is in memory, write what is queued for the slower tiers. Calling it again is fine."""
         with self._lock:
-            for sequence in [*self.engine.scheduler.running, *self.engine.scheduler.waiting]:
-                self.engine.abort(sequence, "the engine was closed")
-            self.engine.tree.clear(self.config.tenant)
+            self.engine.close()
 
     @overload
     def generate(self, prompts: str | Prompt, sampling: SamplingParams | None = None, **cache: Any) -> Output: ...
@@ -184,7 +183,19 @@ class LLM:
     def reset_prefix_cache(self) -> int:
         """Forget the exact prefixes; returns the number of tokens. Chunk records stay."""
         with self._lock:
-            return self.engine.tree.clear(self.config.tenant)
+            return self.engine.tree.clear_all()
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until what was precomputed is written to the slower tiers; False if ``timeout`` (seconds) passed first."""
+        return self.engine.parts.chunks.store.flush(timeout)
+
+    def erase(self) -> EraseReceipt:
+        """Erase all cached KV of this tenant, in every tier and for every process that shares one; a receipt says how much.
+
+        Stateless otherwise: documents may be precomputed again at once, under a new key.
+        """
+        with self._lock:
+            return self.engine.erase()
 
     def precompute(
         self,
@@ -215,7 +226,7 @@ class LLM:
             with self._lock:
                 computed = precompute(self.engine, ids, anchor)
                 chunks = self.engine.parts.chunks
-                held = [len(p.token_ids) for p in chunks.pieces(ids, anchor) if chunks.store.contains(p.key)]
+                held = [len(p.token_ids) for p in chunks.pieces(ids, anchor) if chunks.store.contains(p.identity)]
             item = Precomputed(document.id or "", computed, sum(held))
             done.append(item)
             if progress is not None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvweave.core.batch import build_batch
-from kvweave.core.keys import ModelFingerprint, chunk_key
+from kvweave.core.keys import ModelFingerprint, Scope, chunk_key
 from kvweave.core.plan import Keep, Load, RequestPlan, Save, Select, View, split, validate
 from kvweave.core.spec import KVLayout, LayerSpec
 from kvweave.errors import PlanError
@@ -126,13 +126,15 @@ FINGERPRINT = ModelFingerprint.of(content="a", dtype="bf16")
         {"anchor_ids": [8]},
         {"fingerprint": ModelFingerprint.of(content="b", dtype="bf16")},
         {"fingerprint": ModelFingerprint.of(content="a", dtype="fp32")},
-        {"tenant": "u"},
-        {"tenant": ""},
+        {"scope": Scope.of("u")},
+        {"scope": Scope.of("")},
+        {"scope": Scope.of("t", epoch=1)},
+        {"scope": Scope.of("t", secret=b"s")},
     ],
 )
 def test_every_part_of_a_key_counts(changed: dict[str, Any]) -> None:
     """T19: leave one part out and KV of the right shape but another meaning would be found."""
-    base: dict[str, Any] = {"token_ids": [1, 2, 3], "anchor_ids": [9], "fingerprint": FINGERPRINT, "tenant": "t"}
+    base: dict[str, Any] = {"token_ids": [1, 2, 3], "anchor_ids": [9], "fingerprint": FINGERPRINT, "scope": Scope.of("t")}
     assert chunk_key(**base) == chunk_key(**base)
-    assert len(chunk_key(**base)) == 16
-    assert chunk_key(**base) != chunk_key(**(base | changed))
+    assert len(chunk_key(**base).content) == 16
+    assert chunk_key(**base).content != chunk_key(**(base | changed)).content

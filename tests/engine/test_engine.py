@@ -16,6 +16,7 @@ from kvweave.errors import ContextLengthExceeded, PlanError, PromptExceedsPool
 from kvweave.index.chunks import Chunking
 from kvweave.reuse.base import PlanRequest, static_plan
 from kvweave.store.host import HostStore
+from kvweave.store.tiered import TieredStore
 from tests.lab import BOS, Lab, close, doc, prompt_of, standard
 
 
@@ -194,16 +195,18 @@ def test_two_requests_fusing_one_chunk_do_not_see_each_other() -> None:
 def test_no_hit_across_tenants() -> None:
     """T20: the other tenant misses and the same tenant hits, in the chunk cache and in the prefix tree."""
     documents, prompt = standard()
-    store = HostStore(2**30)
+    store = TieredStore(HostStore(2**30))
     mine, theirs = Lab(tenant="a"), Lab(tenant="b")
     for lab in (mine, theirs):
         lab.engine.parts = replace(lab.engine.parts, chunks=replace(lab.engine.parts.chunks, store=store))
     mine.precompute(*documents)
     assert {s.result for s in mine.run(prompt, "naive").report.segments} == {"hit"}
     assert {s.result for s in theirs.run(prompt, "naive").report.segments} == {"miss"}
-    mine.engine.tree.insert((5, 6, 7), mine.engine.allocator.allocate(3), "a")
-    assert mine.engine.tree.match((5, 6, 7), "b").numel() == 0
-    assert mine.engine.tree.match((5, 6, 7), "a").numel() == 3
+    both = Lab()
+    for tenant, cached in (("a", 0), ("b", 0), ("a", len(prompt.token_ids) - 1)):
+        chunks = replace(both.engine.parts.chunks, tenant=tenant)
+        both.engine.parts = replace(both.engine.parts, chunks=chunks)
+        assert both.run(prompt, "prefix").report.cached_tokens == cached
 
 
 def test_every_prompt_token_is_in_one_class() -> None:

@@ -103,8 +103,21 @@ def test_stream_ends_in_front_of_the_first_stop_string(pieces: list[str], stops:
 
 
 class Job:
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, ready: bool = True) -> None:
         self.pending_rows = rows
+        self.ready = ready
+
+
+def test_what_waits_for_loads_stays_out_while_others_run() -> None:
+    scheduler: Scheduler[Job] = Scheduler(10)
+    jobs = [Job(5, ready=False), Job(1), Job(6)]
+    for job in jobs:
+        scheduler.add(job)
+    scheduler.admit(lambda job: True)
+    assert scheduler.schedule() == [jobs[1], jobs[2]]
+    for job in jobs[1:]:
+        scheduler.remove(job)
+    assert scheduler.schedule() == [jobs[0]]  # nothing else to do: the step itself waits
 
 
 def test_decodes_always_join_and_one_prefill_always_runs() -> None:

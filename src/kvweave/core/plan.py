@@ -22,11 +22,46 @@ from kvweave.core.spec import KVLayout
 from kvweave.errors import PlanError
 
 
+class LayerReader(Protocol):
+    """Stored KV on its way: layers are taken once each, in ascending order."""
+
+    @property
+    def tier(self) -> str:
+        """Where the bytes come from."""
+        ...
+
+    @property
+    def bytes_read(self) -> int:
+        """So far."""
+        ...
+
+    @property
+    def load_seconds(self) -> float:
+        """Time the medium and the checks took so far, over all threads."""
+        ...
+
+    def ready(self, layer: int) -> bool:
+        """True if ``layer`` wouldn't wait (it may still raise)."""
+        ...
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of the tokens asked for, each [kv_heads, tokens, dim]. Waits; raises ``LoadFailed``."""
+        ...
+
+    def close(self) -> None:
+        """Whatever is still on its way isn't wanted any more."""
+        ...
+
+
 class KVSource(Protocol):
     """Stored KV of a chunk. Keys are unrotated: KV at rest has no position."""
 
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of one layer, each [kv_heads, tokens, dim]. May wait for I/O."""
+    def read(self, tokens: Tensor, first_layer: int, ticket: int, timeout: float) -> LayerReader:
+        """Start to fetch ``tokens`` [n] (ascending) of the layers from ``first_layer`` on, and nothing else.
+
+        Loads with a lower ``ticket`` go first; those of one plan share theirs, so that they arrive layer by layer. What
+        isn't there ``timeout`` seconds from now is too late.
+        """
         ...
 
 
@@ -101,6 +136,12 @@ class Load:
     positions: Tensor
     rotate_at: Tensor
     first_layer: int = 0
+    reader: LayerReader | None = None
+    """Set once the load has begun."""
+
+    def begin(self, ticket: int, timeout: float) -> Load:
+        """The same load, on its way."""
+        return replace(self, reader=self.source.read(self.tokens, self.first_layer, ticket, timeout))
 
 
 @dataclass(frozen=True)

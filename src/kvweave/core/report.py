@@ -3,20 +3,54 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from kvweave.errors import IntegrityError
+
+SegmentResult = Literal["hit", "partial", "miss"]
 
 
 @dataclass(frozen=True)
 class SegmentReport:
-    """Reuse of one document in one prompt. ``result`` is hit, partial or miss; ``reason`` says why not (closed list)."""
+    """Reuse of one document in one prompt.
+
+    ``reason`` says why something of it is missing: never_seen, below_min, or a reason of ``kvweave.store.base.MissReason``.
+    ``tiers`` names where what was found lay.
+    """
 
     id: str
     start: int
     stop: int
-    result: str
+    result: SegmentResult
     reason: str | None = None
+    tiers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TierLoad:
+    """What one tier delivered for one request. ``load_ms`` adds up over threads."""
+
+    chunks: int
+    tokens: int
+    bytes: int
+    load_ms: float
+
+
+@dataclass(frozen=True)
+class ControllerDecision:
+    """What loading was expected to cost against computing, and what followed. Times in milliseconds.
+
+    ``ratio`` is the recompute ratio that was used, ``r_eq`` the one at which recomputing takes as long as loading.
+    """
+
+    policy: str
+    run: str
+    ratio: float
+    r_min: float
+    r_eq: float
+    predicted_ttft_ms: float
+    predicted_full_ms: float
+    load_ms: float
 
 
 @dataclass(frozen=True)
@@ -55,11 +89,17 @@ class ReuseReport:
     """Fresh token-layers of reusable tokens, selection included, over (layers x reusable tokens)."""
     segments: tuple[SegmentReport, ...] = ()
     deviations: tuple[Deviation, ...] = ()
+    loads: dict[str, TierLoad] = field(default_factory=dict)
+    """By tier."""
+    controller: ControllerDecision | None = None
+    """None where there was nothing to decide: no load from a tier below host memory, or no controller."""
     timings: dict[str, float] = field(default_factory=dict)
-    """Milliseconds: queue_ms, lookup_ms, prefill_ms, ttft_ms, decode_ms, total_ms."""
+    """Milliseconds: queue_ms, lookup_ms, load_wait_ms (steps waited for loads: the part that wasn't hidden), prefill_ms,
+    ttft_ms, decode_ms, total_ms."""
 
     @property
     def exact_tokens(self) -> int:
+        """Another name of ``cached_tokens``, beside ``fused_tokens``."""
         return self.cached_tokens
 
     def check(self) -> None:

@@ -11,6 +11,7 @@ import torch
 from kvweave.config import EngineConfig, parse_size
 from kvweave.core.keys import ModelFingerprint
 from kvweave.engine.engine import Engine, EngineParts
+from kvweave.engine.profile import Profile, calibrate
 from kvweave.engine.self_check import SelfCheck, self_check
 from kvweave.engine.text_stream import TextDecoder
 from kvweave.engine.tuning import pick_attention, pick_device, pick_dtype, pick_prefill_rows, pick_threads
@@ -19,8 +20,9 @@ from kvweave.index.chunks import ChunkIndex, Chunking
 from kvweave.kv.pool import KVPool
 from kvweave.models.adapter import DecoderAdapter
 from kvweave.models.directory import weights_digest
+from kvweave.models.sources import default_home
 from kvweave.models.tokenizer import IncrementalDecoder, Tokenizer
-from kvweave.store.host import HostStore
+from kvweave.store.compose import open_store
 
 _POOL_SHARE = 0.25  # of free memory, for kv_pool="auto"
 _POOL_CONTEXTS = 4  # but no more than so many full contexts
@@ -49,36 +51,53 @@ def build_engine(directory: Path, config: EngineConfig) -> Built:
     adapter = DecoderAdapter.load(directory, dtype=dtype, device=device)
     attention = pick_attention(config.attention, adapter.layout, device)
     check = self_check(adapter, attention)
-    fingerprint = fingerprint_of(directory, adapter)
+    fingerprint = fingerprint_of(directory, adapter, config.tiers.codec)
     chunking = Chunking(config.chunk_size, config.min_chunk, config.isolated_pieces)
-    store = HostStore(parse_size(config.chunk_cache, "chunk_cache"))
     context_length = _context_length(adapter, config)
+    pool = _make_pool(adapter, config, context_length)
+    store = open_store(parse_size(config.chunk_cache, "chunk_cache"), config.tiers, adapter.layout)
 
     def make_decoder() -> TextDecoder:
         return IncrementalDecoder(tokenizer)
 
     parts = EngineParts(
         adapter=adapter,
-        pool=_make_pool(adapter, config, context_length),
+        pool=pool,
         attention=attention,
-        chunks=ChunkIndex(store, fingerprint, config.tenant, chunking),
+        chunks=ChunkIndex(store, fingerprint, config.tenant, chunking, lossy=config.tiers.codec != "raw"),
         make_decoder=make_decoder,
         eos_ids=adapter.eos_ids,
         context_length=context_length,
         prefill_rows=pick_prefill_rows(config.prefill_rows, attention, device),
         max_step_rows=config.max_step_rows,
         min_reuse_tokens=config.min_reuse_tokens,
+        controller=None if config.controller == "off" else config.controller,  # type: ignore[arg-type]
+        load_timeout=config.tiers.load_timeout,
     )
-    return Built(Engine(parts), tokenizer, fingerprint, device, dtype, threads, attention.name, check)
+    engine = _with_profile(parts, config, f"{fingerprint.short}-{device.type}-{threads}")
+    return Built(engine, tokenizer, fingerprint, device, dtype, threads, attention.name, check)
 
 
-def fingerprint_of(directory: Path, adapter: DecoderAdapter) -> ModelFingerprint:
-    """Weights, tokenizer and config by content; dtype and record layout by name."""
+def _with_profile(parts: EngineParts, config: EngineConfig, name: str) -> Engine:
+    """An engine that knows its rates, if there are tiers for which they matter."""
+    if parts.controller is None or parts.chunks.store.immediate:
+        return Engine(parts)
+    home = Path(config.home) if config.home else default_home()
+    engine = Engine(parts, Profile(home / "profiles" / f"{name}.json"))
+    if not engine.profile.measured:
+        calibrate(engine, engine.profile)
+        engine.profile.save()
+    return engine
+
+
+def fingerprint_of(directory: Path, adapter: DecoderAdapter, codec: str) -> ModelFingerprint:
+    """Weights, tokenizer and config by content; dtype, record layout and codec by name."""
     return ModelFingerprint.of(
         content=weights_digest(directory),
         family=str(adapter.config.model_type),
         dtype=str(adapter.layout.dtype),
         record="kvweave/record/1",
+        codec=codec,
         adapter="none",
     )
 

@@ -6,19 +6,24 @@ back, exact KV left in the prefix tree).
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from kvweave.attention import AttentionBackend
-from kvweave.core.plan import split, validate
+from kvweave.core.keys import Scope
+from kvweave.core.plan import Load, RequestPlan, split, validate
 from kvweave.core.report import Delta, Output, ReuseReport
 from kvweave.engine.executor import Executor, PlanResult
-from kvweave.engine.lookup import find_reuse, without_hits
+from kvweave.engine.lookup import find_reuse, without
+from kvweave.engine.profile import Profile
 from kvweave.engine.scheduler import Scheduler
 from kvweave.engine.sequence import Lookup, Request, Sequence, slots_needed
 from kvweave.engine.text_stream import TextDecoder, TextStream
@@ -36,7 +41,13 @@ from kvweave.kv.allocator import SlotAllocator
 from kvweave.kv.pool import KVPool
 from kvweave.models.adapter import DecoderAdapter
 from kvweave.reuse.base import FallBack
+from kvweave.reuse.controller import Policy, decide
 from kvweave.reuse.prefix import Prefix
+from kvweave.store.base import DAMAGED, EraseReceipt
+
+_LOOKUP_THREADS = 2
+_LEAST_TIMEOUT = 0.05  # seconds: below that, a busy scheduler would be taken for a slow tier
+_RESTARTS = 2  # single records that may fail in one request before all of their tier is given up for it
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,10 @@ class EngineParts:
     prefill_rows: int
     max_step_rows: int
     min_reuse_tokens: int
+    controller: Policy | None = None
+    """How the recompute ratio follows the rates of tiers below host memory; None: it doesn't."""
+    load_timeout: float = 10.0
+    """Seconds a load may take where nothing better is known."""
 
 
 @dataclass
@@ -65,27 +80,58 @@ class Counters:
     """(asked, ran, technique)"""
     fallbacks: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(technique, reason)"""
+    lost_loads: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(tier, reason): loads that failed, whose chunks were computed instead."""
     precomputed_tokens: int = 0
 
 
 class Engine:
     """Runs requests over one model. Not thread-safe: its caller serialises."""
 
-    def __init__(self, parts: EngineParts) -> None:
+    def __init__(self, parts: EngineParts, profile: Profile | None = None) -> None:
         self.parts = parts
+        self.profile = profile or Profile()
         self.allocator = SlotAllocator(parts.pool.num_slots)
         self.tree = PrefixTree(self.allocator)
         self.executor = Executor(parts.adapter, parts.pool, parts.attention)
         self.scheduler: Scheduler[Sequence] = Scheduler(parts.max_step_rows)
         self.counters = Counters()
+        self._lookups = ThreadPoolExecutor(_LOOKUP_THREADS, thread_name_prefix="kvweave-lookup")
+        self._tickets = itertools.count(1)
 
     def add(self, request: Request) -> Sequence:
         """Queue a request. Raises as ``check`` does."""
         max_new = self.check(request)
         stream = TextStream(self.parts.make_decoder(), request.params.stop)
         sequence = Sequence(request, stream, max_new)
+        self._look_up(sequence)
         self.scheduler.add(sequence)
         return sequence
+
+    def _look_up(self, sequence: Sequence) -> None:
+        """Ask the caches, on another thread if a tier may be slow; the request isn't admitted before they answered."""
+        request, chunks = sequence.request, self.parts.chunks
+        if request.technique.reuse == "off":
+            return
+        if not chunks.store.immediate:
+            sequence.looking = self._lookups.submit(chunks.lookup, request.prompt, request.anchors)
+            return
+        sequence.looking = Future()
+        sequence.looking.set_result(chunks.lookup(request.prompt, request.anchors))
+
+    def close(self) -> None:
+        """Stop what runs, forget the exact prefixes, write what is queued to the tiers."""
+        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
+            self.abort(sequence, "the engine was closed")
+        self._lookups.shutdown()
+        self.tree.clear_all()
+        self.parts.chunks.store.close()
+        self.profile.save()
+
+    def erase(self) -> EraseReceipt:
+        """Erase all that the tenant stored, in every tier; what he is running goes on with what it has."""
+        self.tree.clear(self._namespace(self.parts.chunks.scope()))
+        return self.parts.chunks.store.erase(self.parts.chunks.tenant)
 
     def check(self, request: Request) -> int:
         """Tokens its answer may have. Raises ``ContextLengthExceeded``, ``PromptExceedsPool`` if it can never run."""
@@ -111,11 +157,13 @@ class Engine:
         self.scheduler.admit(self._start)
         batch = self.scheduler.schedule()
         if not batch:
-            if self.scheduler.waiting:
-                raise IntegrityError("a waiting request can't start although nothing runs")
+            self._wait_for_lookup()
             return []
         try:
-            results = self.executor.run([s.next_plan() for s in batch])
+            plans = [s.next_plan() for s in batch]
+            start = time.perf_counter()
+            results = self.executor.run(plans)
+            self._note_prefill(plans, time.perf_counter() - start)
         except BaseException as error:
             for sequence in batch:
                 self.abort(sequence, f"another request in its batch failed ({type(error).__name__})")
@@ -125,6 +173,20 @@ class Engine:
                 with self._own_errors(sequence):
                     self._advance(sequence, result)
         return batch
+
+    def _note_prefill(self, plans: list[RequestPlan], seconds: float) -> None:
+        """A forward that computed all rows of one plan in all layers, and waited for nothing, tells what that costs."""
+        if len(plans) == 1 and not plans[0].steps and not plans[0].loads:
+            self.profile.note_prefill(plans[0].num_rows, int(plans[0].positions[-1]) + 1, seconds)
+
+    def _wait_for_lookup(self) -> None:
+        """Nothing runs: the request that is first in line waits for the caches' answer, which has a deadline of its own."""
+        first = next(iter(self.scheduler.waiting), None)
+        if first is None:
+            return
+        if first.looking is None or first.looking.done():
+            raise IntegrityError("a waiting request can't start although nothing runs")
+        wait([first.looking])
 
     @contextmanager
     def _own_errors(self, sequence: Sequence) -> Iterator[None]:
@@ -148,6 +210,7 @@ class Engine:
         self.scheduler.remove(sequence)
         self.allocator.release(sequence.slots)
         sequence.slots = sequence.slots[:0]
+        sequence.close_loads()
 
     def next_delta(self, sequence: Sequence) -> Delta:
         """The next piece of an answer; runs steps until there is one. Raises ``RequestAborted``."""
@@ -179,28 +242,44 @@ class Engine:
             raise IntegrityError("slot references and their owners disagree")
 
     def _start(self, sequence: Sequence) -> bool:
-        """Reserve slots, look up what is cached and compile the first plan; False if the slots aren't free yet."""
-        parts = self.parts
-        shared = self._shared_prefix(sequence)
-        self.allocator.share(shared)  # before anything is evicted to make room
-        fresh = self.reserve(sequence.num_slots - shared.numel())
-        if fresh is None:
-            self.allocator.release(shared)
-            return False
-        sequence.slots = torch.cat([shared, fresh])
-        sequence.note("queue_ms")
+        """Reserve slots, look up what is cached and compile the first plan; False if that isn't possible yet."""
         with self._own_errors(sequence):
+            if sequence.looking is not None and sequence.found is None:
+                return False
+            shared = self._shared_prefix(sequence)
+            self.allocator.share(shared)  # before anything is evicted to make room
+            fresh = self.reserve(sequence.num_slots - shared.numel())
+            if fresh is None:
+                self.allocator.release(shared)
+                return False
+            sequence.slots = torch.cat([shared, fresh])
+            sequence.note("queue_ms")
+            parts = self.parts
             sequence.lookup = find_reuse(
                 sequence,
                 shared.numel(),
-                chunks=parts.chunks,
+                sequence.found,
                 layout=parts.pool.layout,
                 max_rows=parts.max_step_rows,
                 min_reuse_tokens=parts.min_reuse_tokens,
             )
+            self._control(sequence.lookup)
             sequence.note("lookup_ms")
             self._begin(sequence)
         return True
+
+    def _control(self, lookup: Lookup) -> None:
+        """Let the controller set the ratio, or decline loads that would lose."""
+        costs = self.profile.costs() if self.parts.controller is not None and lookup.ran == "fused" else None
+        if costs is None or self.parts.controller is None:
+            return
+        decided = decide(self.parts.controller, lookup.technique, lookup.plan_request, costs)
+        if decided is None:
+            return
+        lookup.technique, lookup.decision = decided
+        if lookup.decision.run == "exact":
+            lookup.plan_request = replace(lookup.plan_request, hits=())
+            lookup.technique, lookup.ran, lookup.fallback_reason = Prefix(), "exact", "no_gain"
 
     def reserve(self, n: int) -> Tensor | None:
         """``n`` private slots, evicting prefixes nobody uses if need be; None if running requests hold too many."""
@@ -209,10 +288,15 @@ class Engine:
         return self.allocator.allocate(n)
 
     def _shared_prefix(self, sequence: Sequence) -> Tensor:
-        if sequence.request.technique.reuse == "off":
+        if sequence.found is None:
             return torch.empty(0, dtype=torch.int64)
         computed = max(1, sequence.request.keep_logits)  # tokens that need logits are always computed
-        return self.tree.match(sequence.prompt_ids[:-computed], self.parts.chunks.tenant)
+        return self.tree.match(sequence.prompt_ids[:-computed], self._namespace(sequence.found.scope))
+
+    @staticmethod
+    def _namespace(scope: Scope) -> str:
+        """Of the prefix tree: the tenant's key, so that an erasure changes it."""
+        return scope.key.hex()
 
     def _begin(self, sequence: Sequence) -> None:
         lookup = _looked_up(sequence)
@@ -235,18 +319,49 @@ class Engine:
                 raise PlanError("invalid plan: it writes to a shared slot")
         except PlanError as error:
             raise PlanError(f"technique '{_looked_up(sequence).technique.name}': {error}") from error
+        ticket, timeout = next(self._tickets), self._load_timeout(_looked_up(sequence))
+        plan = replace(plan, loads=tuple(load.begin(ticket, timeout) for load in plan.loads))
+        sequence.loads.extend(plan.loads)
         sequence.pending.extend(split(plan, self.parts.prefill_rows))
+
+    def _load_timeout(self, lookup: Lookup) -> float:
+        """Seconds after which a load is given up: half as long again as expected, and a tenth of computing everything."""
+        decision = lookup.decision
+        if decision is None:
+            return self.parts.load_timeout
+        expected = 1.5 * decision.load_ms + 0.1 * decision.predicted_full_ms
+        return min(self.parts.load_timeout, _LEAST_TIMEOUT + expected / 1e3)
+
+    def _restart_without(self, sequence: Sequence, lost: Load, reason: str) -> None:
+        """A load failed: its chunk is computed instead. What is left may still be worth its technique."""
+        lookup, request = _looked_up(sequence), _looked_up(sequence).plan_request
+        sequence.restarts += 1
+        tier = "" if lost.reader is None else lost.reader.tier
+        broken = [h for h in (*request.exact_hits, *request.hits) if h.start <= int(lost.positions[0]) < h.stop]
+        if reason not in DAMAGED or sequence.restarts > _RESTARTS:  # not one record is bad but its medium
+            slow = {int(load.positions[0]) for load in sequence.loads if load.reader and load.reader.tier == tier}
+            broken += [h for h in (*request.exact_hits, *request.hits) if any(h.start <= p < h.stop for p in slow)]
+        lookup.lose(without(request, {h.start for h in broken}), broken, reason)
+        self.counters.lost_loads[tier, reason] += 1
+        if lookup.ran == "fused" and sum(h.length for h in lookup.plan_request.hits) < max(1, self.parts.min_reuse_tokens):
+            self._restart_exact(sequence, "load_timeout" if reason == "deadline" else "bad_record")
+            return
+        sequence.forget_counts()
+        self._begin(sequence)
 
     def _restart_exact(self, sequence: Sequence, reason: str) -> None:
         """Doubt: (re)start on the exact path, over the same slots."""
         lookup = _looked_up(sequence)
-        lookup.plan_request = without_hits(lookup.plan_request)
+        lookup.plan_request = replace(lookup.plan_request, hits=())
         lookup.technique, lookup.ran, lookup.fallback_reason = Prefix(), "exact", reason
         sequence.forget_counts()
         self._begin(sequence)
 
     def _advance(self, sequence: Sequence, result: PlanResult) -> None:
         sequence.count(result)
+        if result.lost is not None:
+            self._restart_without(sequence, result.lost, result.lost_reason)
+            return
         if not result.finite:
             self._restart_exact(sequence, "high_deviation")
             return
@@ -285,15 +400,16 @@ class Engine:
 
     def _publish(self, sequence: Sequence, tokens: int) -> None:
         """Exact KV of the first ``tokens`` tokens enters the tree; from the first fused token on nothing is exact."""
-        if sequence.request.technique.reuse == "off":
+        if sequence.found is None:
             return
         request = _looked_up(sequence).plan_request
         exact = request.exact_until if request.hits else tokens
         ids = (*sequence.prompt_ids, *sequence.output_ids)[:exact]
-        self.tree.insert(ids, sequence.slots[:exact], self.parts.chunks.tenant)
+        self.tree.insert(ids, sequence.slots[:exact], self._namespace(sequence.found.scope))
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
         sequence.note("total_ms")
+        self._note_loads(sequence)
         self._publish(sequence, sequence.num_prompt + max(0, len(sequence.output_ids) - 1))
         self._leave(sequence)  # the tree keeps what was published
         report = self._report(sequence)
@@ -308,6 +424,16 @@ class Engine:
         )
         last = sequence.deltas.pop() if sequence.deltas else Delta("", None)
         sequence.deltas.append(Delta(last.text, last.token_id, sequence.output))
+
+    def _note_loads(self, sequence: Sequence) -> None:
+        """What the tiers delivered, as the rate all I/O threads have together."""
+        per_token = self.parts.pool.layout.bytes_per_token / self.parts.pool.layout.num_layers
+        for load in sequence.loads:
+            reader = load.reader
+            if reader is not None and reader.load_seconds > 0 and not sequence.restarts:
+                layers = self.parts.pool.layout.num_layers - load.first_layer
+                size = load.tokens.numel() * per_token * layers
+                self.profile.note_load(reader.tier, int(size), reader.load_seconds / self.parts.chunks.store.io_threads)
 
     def _report(self, sequence: Sequence) -> ReuseReport:
         lookup = _looked_up(sequence)
@@ -325,13 +451,16 @@ class Engine:
             recomputed_tokens=sequence.recomputed,
             prefilled_tokens=sequence.num_prompt - request.num_cached - reusable,
             fallback_reason=lookup.fallback_reason,
-            ratio=getattr(sequence.request.technique, "ratio", None),
+            ratio=getattr(lookup.technique if request.hits else sequence.request.technique, "ratio", None),
             budget=sequence.charged / (layers * reusable) if reusable else 0.0,
             segments=lookup.segments,
             deviations=tuple(sequence.deviations),
+            loads=sequence.tier_loads(),
+            controller=lookup.decision,
             timings={
                 "queue_ms": times["queue_ms"],
                 "lookup_ms": times["lookup_ms"] - times["queue_ms"],
+                "load_wait_ms": sequence.load_wait * 1e3,
                 "prefill_ms": times["prefill_ms"] - times["lookup_ms"],
                 "ttft_ms": times.get("ttft_ms", times["prefill_ms"]),
                 "decode_ms": times["total_ms"] - times.get("ttft_ms", times["total_ms"]),

@@ -7,6 +7,7 @@ attend. Prefill, decode, fusion and several requests at once are the same call.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +17,10 @@ from torch import Tensor
 
 from kvweave.attention import AttentionBackend, LayerOptions, ViewRows
 from kvweave.core.batch import Batch, build_batch
-from kvweave.core.plan import Keep, KVSource, Load, RequestPlan, Select
+from kvweave.core.plan import Keep, LayerReader, Load, RequestPlan, Select
 from kvweave.core.report import Deviation
+from kvweave.core.spec import LayerSpec
+from kvweave.errors import LoadFailed
 from kvweave.kv.pool import KVPool, SlotIndex
 from kvweave.kv.rotary import PositionTables, Rotary
 from kvweave.models.adapter import DecoderAdapter
@@ -39,6 +42,11 @@ class PlanResult:
     deviations: tuple[Deviation, ...] = ()
     finite: bool = True
     """False if a KV deviation was not finite: the result must not be used."""
+    lost: Load | None = None
+    """A load that failed, and ``lost_reason`` why: the result must not be used."""
+    lost_reason: str = ""
+    load_wait: float = 0.0
+    """Seconds in which the step waited for this plan's loads."""
 
 
 class Executor:
@@ -59,6 +67,10 @@ class Executor:
             logits = self.adapter.forward(batch.token_ids.to(device), batch.positions.to(device), step)
         except _NoRowsLeft as stop:
             step.load_rest(stop.layer)
+            logits = None
+        except _AllLost:
+            logits = None
+        if logits is None:
             logits = torch.empty(0, self.adapter.vocab_size, dtype=self.pool.layout.dtype, device=device)
         return step.results(logits)
 
@@ -68,6 +80,10 @@ class _NoRowsLeft(Exception):
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
+
+
+class _AllLost(Exception):
+    """Loads of every plan failed: nothing of this forward pass will be used."""
 
 
 @dataclass
@@ -83,6 +99,9 @@ class _PlanState:
     reusable: list[int] = field(default_factory=list)
     deviations: list[Deviation] = field(default_factory=list)
     finite: bool = True
+    lost: Load | None = None
+    lost_reason: str = ""
+    load_wait: float = 0.0
 
     def rows_before(self, layer: int) -> Tensor | None:
         if layer in self.chosen:
@@ -110,16 +129,34 @@ class _PlanState:
 class _Loads:
     """All loads of a step that start at one layer: one rotation and one write a layer, however many chunks there are."""
 
-    parts: list[tuple[KVSource, slice | Tensor]]
-    """Sources, and which of their tokens."""
+    parts: list[tuple[_PlanState, Load, LayerReader]]
     index: SlotIndex
     tables: PositionTables
 
-    def fetch(self, layer: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def fetch(self, layer: int, spec: LayerSpec, pool: KVPool) -> tuple[Tensor, Tensor]:
         """Unrotated K and V [kv_heads, tokens, dim] of one layer, in the order of ``index``."""
-        stored = [(source.layer(layer), tokens) for source, tokens in self.parts]
-        keys, values = ([kv[i][:, tokens].to(device) for kv, tokens in stored] for i in (0, 1))
+        stored = [_take(*part, layer, spec, pool.layout.dtype) for part in self.parts]
+        keys, values = ([kv[i].to(pool.device) for kv in stored] for i in (0, 1))
         return (keys[0], values[0]) if len(stored) == 1 else (torch.cat(keys, 1), torch.cat(values, 1))
+
+
+def _take(
+    state: _PlanState, load: Load, reader: LayerReader, layer: int, spec: LayerSpec, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """A layer of one load. If it fails its plan is lost, which others must not feel: zeros stand in for the rest of it."""
+    if state.lost is None:
+        start = time.perf_counter()
+        ready = reader.ready(layer)
+        try:
+            return reader.layer(layer)
+        except LoadFailed as failure:
+            state.lost, state.lost_reason = load, failure.reason
+        finally:
+            state.load_wait += 0.0 if ready else time.perf_counter() - start
+    n = load.tokens.numel()
+    dims = (spec.key_dim, spec.value_dim)
+    keys, values = (torch.zeros(spec.num_kv_heads, n, dim, dtype=dtype) for dim in dims)
+    return keys, values
 
 
 class _Step:
@@ -139,16 +176,16 @@ class _Step:
     def _prepare_loads(self, rotary: Rotary) -> dict[int, _Loads]:
         """Loads by the layer they start at."""
         device = self.pool.device
-        grouped: dict[int, list[Load]] = {}
-        for plan in self.batch.plans:
-            for load in plan.loads:
-                grouped.setdefault(load.first_layer, []).append(load)
+        grouped: dict[int, list[tuple[_PlanState, Load, LayerReader]]] = {}
+        for state in self.states:
+            for load in state.plan.loads:
+                reader = load.reader or load.source.read(load.tokens, load.first_layer, 0, math.inf)
+                grouped.setdefault(load.first_layer, []).append((state, load, reader))
         prepared = {}
-        for first, loads in grouped.items():
-            slots = torch.cat([load.slots for load in loads])
-            self.pool.positions[slots.to(device)] = torch.cat([load.positions for load in loads]).to(device)
-            tables = rotary.at(torch.cat([load.rotate_at for load in loads]).to(device))
-            parts = [(load.source, _as_slice(load.tokens)) for load in loads]
+        for first, parts in grouped.items():
+            slots = torch.cat([load.slots for _, load, _ in parts])
+            self.pool.positions[slots.to(device)] = torch.cat([load.positions for _, load, _ in parts]).to(device)
+            tables = rotary.at(torch.cat([load.rotate_at for _, load, _ in parts]).to(device))
             prepared[first] = _Loads(parts, SlotIndex.of(slots, device), tables)
         return prepared
 
@@ -244,8 +281,10 @@ class _Step:
     def _load_layer(self, layer: int) -> None:
         for first, loads in self.loads.items():
             if layer >= first:
-                keys, values = loads.fetch(layer, self.pool.device)
+                keys, values = loads.fetch(layer, self.pool.layout.layers[layer], self.pool)
                 self.pool.write(layer, loads.index, loads.tables.rotate_keys(layer, keys), values)
+        if all(state.lost is not None for state in self.states):
+            raise _AllLost
 
     def _select(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Resolve the ``Select`` steps that look at this layer, before anything of it is overwritten."""
@@ -285,17 +324,21 @@ class _Step:
             at += n
 
     def results(self, logits: Tensor) -> list[PlanResult]:
-        sizes = [s.plan.logits.numel() for s in self.states]
+        sizes = [s.plan.logits.numel() for s in self.states] if logits.shape[0] else [0] * len(self.states)
         return [
-            PlanResult(part, tuple(s.rows), s.recomputed, s.charged, tuple(s.deviations), s.finite)
+            PlanResult(
+                logits=part,
+                rows_per_layer=tuple(s.rows),
+                recomputed=s.recomputed,
+                charged=s.charged,
+                deviations=tuple(s.deviations),
+                finite=s.finite,
+                lost=s.lost,
+                lost_reason=s.lost_reason,
+                load_wait=s.load_wait,
+            )
             for s, part in zip(self.states, logits.split(sizes), strict=True)
         ]
-
-
-def _as_slice(tokens: Tensor) -> slice | Tensor:
-    """Ascending indices as a slice where they are contiguous: a view instead of a copy."""
-    n, first = tokens.numel(), int(tokens[0])
-    return slice(first, first + n) if int(tokens[-1]) - first == n - 1 else tokens
 
 
 def _deviation(layer: int, scores: Tensor, chosen: Tensor) -> Deviation:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 import torch
 
-from kvweave.core.plan import KVSource
+from kvweave.core.plan import KVSource, LayerReader
 from kvweave.core.spec import KVLayout
 from kvweave.engine.sequence import Lookup, Sequence
-from kvweave.index.chunks import ChunkIndex, FoundChunk
+from kvweave.index.chunks import Found, FoundChunk
 from kvweave.reuse.base import ChunkHit, PlanRequest
 from kvweave.reuse.prefix import Prefix
 
@@ -17,8 +18,8 @@ from kvweave.reuse.prefix import Prefix
 def find_reuse(
     sequence: Sequence,
     resident: int,
+    found: Found | None,
     *,
-    chunks: ChunkIndex,
     layout: KVLayout,
     max_rows: int,
     min_reuse_tokens: int,
@@ -37,27 +38,33 @@ def find_reuse(
         resident=resident,
         num_logits=max(1, sequence.request.keep_logits),
     )
-    if technique.reuse == "off":
+    if technique.reuse == "off" or found is None:
         return Lookup(request, "off", technique, None, ())
-    found, segments = chunks.lookup(prompt, sequence.request.anchors)
-    exact, fused = _classify(found, resident, sequence.num_prompt - request.num_logits)
+    segments = found.segments
+    exact, fused = _classify(found.chunks, resident, sequence.num_prompt - request.num_logits)
     request = dataclasses.replace(request, exact_hits=exact)
     if technique.reuse == "exact":
         return Lookup(request, "exact", technique, None, segments)
     if not fused:
-        reason = None if found else "no_chunk_hit"
+        reason = None if found.chunks else "no_chunk_hit"
         return Lookup(request, "exact", Prefix(), reason, segments)
     if sum(h.length for h in fused) < min_reuse_tokens:
         return Lookup(request, "exact", Prefix(), "below_min_reuse", segments)
     return Lookup(dataclasses.replace(request, hits=fused), "fused", technique, None, segments)
 
 
-def without_hits(request: PlanRequest) -> PlanRequest:
-    """The same request on the exact path."""
-    return dataclasses.replace(request, hits=())
+def without(request: PlanRequest, lost: Collection[int]) -> PlanRequest:
+    """The same request without the hits that start at ``lost``: their tokens are holes, which are computed."""
+    kept: list[ChunkHit] = []
+    for hit in request.hits:
+        if hit.start not in lost:
+            joined = not hit.border and bool(kept) and kept[-1].stop == hit.start
+            kept.append(dataclasses.replace(hit, border=not joined))
+    exact = tuple(hit for hit in request.exact_hits if hit.start not in lost)
+    return dataclasses.replace(request, exact_hits=exact, hits=tuple(kept))
 
 
-def _classify(found: list[FoundChunk], resident: int, end: int) -> tuple[tuple[ChunkHit, ...], tuple[ChunkHit, ...]]:
+def _classify(found: tuple[FoundChunk, ...], resident: int, end: int) -> tuple[tuple[ChunkHit, ...], tuple[ChunkHit, ...]]:
     exact: list[ChunkHit] = []
     fused: list[ChunkHit] = []
     for chunk in found:
@@ -67,10 +74,10 @@ def _classify(found: list[FoundChunk], resident: int, end: int) -> tuple[tuple[C
         skipped = start - chunk.start
         source = chunk.record if not skipped else _Tail(chunk.record, skipped)
         if chunk.exact and not fused:
-            exact.append(ChunkHit(start, stop, source, chunk.record.birth + skipped, chunk.border))
+            exact.append(ChunkHit(start, stop, source, chunk.birth + skipped, chunk.border, chunk.record.tier))
             continue
         joined = not chunk.border and bool(fused) and fused[-1].stop == start  # its piece in front is fused as well
-        fused.append(ChunkHit(start, stop, source, chunk.record.birth + skipped, border=not joined))
+        fused.append(ChunkHit(start, stop, source, chunk.birth + skipped, not joined, chunk.record.tier))
     return tuple(exact), tuple(fused)
 
 
@@ -81,6 +88,5 @@ class _Tail:
     record: KVSource
     skip: int
 
-    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self.record.layer(layer)
-        return keys[:, self.skip :], values[:, self.skip :]
+    def read(self, tokens: torch.Tensor, first_layer: int, ticket: int, timeout: float) -> LayerReader:
+        return self.record.read(tokens + self.skip, first_layer, ticket, timeout)

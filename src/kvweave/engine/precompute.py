@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -32,15 +33,17 @@ class RecordSink:
 def precompute(engine: Engine, token_ids: Sequence[int], anchor_ids: Sequence[int]) -> int:
     """Compute and store the chunks of one document that are missing; returns the tokens that were computed.
 
-    Pieces that share an anchor are computed in one prefill. Nothing is stored unless all layers were computed.
+    Pieces that share an anchor are computed in one prefill. Nothing is stored unless all layers were computed. A chunk that
+    only some tiers hold isn't computed again but copied to the others.
     """
     pieces = engine.parts.chunks.pieces(token_ids, anchor_ids)
     store = engine.parts.chunks.store
-    if all(store.contains(p.key) for p in pieces):
+    missing = [p for p in pieces if not store.keep(p.identity, wait=True)]
+    if not missing:
         return 0
     if not engine.parts.chunks.chunking.isolated_pieces:
         return _prefill(engine, list(anchor_ids), pieces)
-    return sum(_prefill(engine, list(anchor_ids), [p]) for p in pieces if not store.contains(p.key))
+    return sum(_prefill(engine, list(anchor_ids), [p]) for p in missing)
 
 
 def _prefill(engine: Engine, anchor: list[int], pieces: list[Piece]) -> int:
@@ -58,14 +61,17 @@ def _prefill(engine: Engine, anchor: list[int], pieces: list[Piece]) -> int:
         )
     while (slots := engine.reserve(len(ids))) is None:
         engine.step()  # running requests hold too many: let them finish
+    start = time.perf_counter()
     try:
         sinks = [RecordSink(parts.pool.layout, len(p.token_ids)) for p in pieces]
         for block in split(_plan(torch.tensor(ids), slots, len(anchor), pieces, sinks), parts.prefill_rows):
             engine.executor.run([block])
     finally:
         engine.allocator.release(slots)
+    per_token = (time.perf_counter() - start) * 1e3 / len(ids)
     for piece, sink in zip(pieces, sinks, strict=True):
-        parts.chunks.store.put(ChunkRecord(piece.key, piece.token_ids, sink.keys, sink.values, birth=len(piece.anchor_ids)))
+        record = ChunkRecord(piece.identity, sink.keys, sink.values, prefill_ms=per_token * len(piece.token_ids))
+        parts.chunks.store.put(record, wait=True)
     engine.counters.precomputed_tokens += len(ids) - len(anchor)
     return len(ids) - len(anchor)
 

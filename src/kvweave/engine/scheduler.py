@@ -21,6 +21,11 @@ class Schedulable(Protocol):
         """Rows of its next plan: 1 when it decodes."""
         ...
 
+    @property
+    def ready(self) -> bool:
+        """False while its next plan would wait for loads."""
+        ...
+
 
 S = TypeVar("S", bound=Schedulable)
 
@@ -51,9 +56,11 @@ class Scheduler(Generic[S]):
     def schedule(self) -> list[S]:
         """Sequences of the next step: all decodes, the oldest prefill, and what else fits ``max_step_rows`` rows.
 
-        The oldest prefill always joins, whatever decodes, so that nothing starves.
+        The oldest prefill always joins, whatever decodes, so that nothing starves. Those that would wait for loads stay
+        out as long as others have something to do.
         """
-        order = sorted(self.running, key=lambda s: s.pending_rows > 1)  # stable: decodes first, then by arrival
+        ready = [s for s in self.running if s.ready] or self.running[:1]
+        order = sorted(ready, key=lambda s: s.pending_rows > 1)  # stable: decodes first, then by arrival
         oldest = next((s for s in order if s.pending_rows > 1), None)
         chosen: list[S] = []
         rows = 0

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvweave.attention import AttentionBackend
+from kvweave.core.keys import ChunkIdentity, ModelFingerprint, Scope
 from kvweave.core.plan import Load, RequestPlan, Save, View
 from kvweave.engine.executor import Executor
 from kvweave.engine.precompute import RecordSink
@@ -39,7 +40,8 @@ def self_check(adapter: DecoderAdapter, attention: AttentionBackend) -> SelfChec
     with recorded_layers(adapter) as ours:
         executor.run([_prefill(ids, scattered[:TOKENS], sink)])
     prefill_error = compare(ours, theirs, adapter.layout.dtype, "prefill")
-    record = ChunkRecord(b"", tuple(ids.tolist()), sink.keys, sink.values)
+    identity = ChunkIdentity.of(ids.tolist(), (), ModelFingerprint.of(), Scope.of("self-check"))
+    record = ChunkRecord(identity, sink.keys, sink.values)
     (result,) = executor.run([_last_row(ids, scattered[TOKENS:], record)])
     load_error = compare(
         [result.logits.float().cpu()], [logits[-1:]], adapter.layout.dtype, "a row behind loaded chunks", "logits"

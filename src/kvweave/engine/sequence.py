@@ -5,19 +5,21 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from kvweave.core.plan import RequestPlan, View
+from kvweave.core.plan import Load, RequestPlan, View
 from kvweave.core.prompt import TokenPrompt
-from kvweave.core.report import Delta, Deviation, Output, SegmentReport, TokenLogprob
+from kvweave.core.report import ControllerDecision, Delta, Deviation, Output, SegmentReport, TierLoad, TokenLogprob
 from kvweave.core.sampling import SamplingParams
 from kvweave.engine.executor import PlanResult
 from kvweave.engine.sampler import Sampler
 from kvweave.engine.text_stream import TextStream
-from kvweave.reuse.base import PlanRequest, Technique
+from kvweave.index.chunks import Found
+from kvweave.reuse.base import ChunkHit, PlanRequest, Technique
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,18 @@ class Lookup:
     technique: Technique
     fallback_reason: str | None
     segments: tuple[SegmentReport, ...]
+    decision: ControllerDecision | None = None
+
+    def lose(self, request: PlanRequest, hits: list[ChunkHit], reason: str) -> None:
+        """Go on with ``request``; the documents of ``hits`` weren't found after all."""
+        self.plan_request = request
+        left = [*request.exact_hits, *request.hits]
+        self.segments = tuple(
+            replace(s, result="partial" if any(s.start <= h.start < s.stop for h in left) else "miss", reason=reason)
+            if any(s.start <= h.start < s.stop for h in hits)
+            else s
+            for s in self.segments
+        )
 
 
 @dataclass(eq=False)
@@ -54,10 +68,17 @@ class Sequence:
     sampler: Sampler = field(init=False)
     arrived: float = field(default_factory=time.perf_counter)
     slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    looking: Future[Found] | None = None
+    """The lookup in the caches, on a thread of its own where tiers may be slow."""
     lookup: Lookup | None = None
     plans: Iterator[RequestPlan] = field(default_factory=lambda: iter(()))
     pending: deque[RequestPlan] = field(default_factory=deque)
     """Blocks of the prefill that are left of the plan taken last."""
+    loads: list[Load] = field(default_factory=list)
+    """Begun for this request, whatever became of them."""
+    load_wait: float = 0.0
+    """Seconds in which steps waited for them."""
+    restarts: int = 0
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logits: list[Tensor] = field(default_factory=list)
@@ -92,6 +113,39 @@ class Sequence:
     def pending_rows(self) -> int:
         return self.pending[0].num_rows if self.pending else 1
 
+    @property
+    def ready(self) -> bool:
+        """True unless the loads of the next plan still have to arrive at the first layer that wants them."""
+        loads = self.pending[0].loads if self.pending else ()
+        return all(load.reader is None or load.reader.ready(load.first_layer) for load in loads)
+
+    @property
+    def found(self) -> Found | None:
+        """What the lookup found; None while it isn't done. Raises what it raised."""
+        return self.looking.result() if self.looking is not None and self.looking.done() else None
+
+    def tier_loads(self) -> dict[str, TierLoad]:
+        """What each tier delivered, for the report."""
+        loads: dict[str, TierLoad] = {}
+        for load in self.loads:
+            if (reader := load.reader) is not None:
+                old = loads.get(reader.tier, TierLoad(0, 0, 0, 0.0))
+                loads[reader.tier] = TierLoad(
+                    chunks=old.chunks + 1,
+                    tokens=old.tokens + load.tokens.numel(),
+                    bytes=old.bytes + reader.bytes_read,
+                    load_ms=old.load_ms + reader.load_seconds * 1e3,
+                )
+        return loads
+
+    def close_loads(self) -> None:
+        """Nothing stored is needed any more: stop what is on its way, give descriptors back."""
+        for load in self.loads:
+            if load.reader is not None:
+                load.reader.close()
+        if self.looking is not None:
+            self.looking.add_done_callback(_close_found)
+
     def next_plan(self) -> RequestPlan:
         """The plan of the next step: the next block of the prefill, or one decoded token."""
         return self.pending[0] if self.pending else self._decode_plan()
@@ -110,6 +164,7 @@ class Sequence:
         self.charged += result.charged
         self.recomputed += result.recomputed
         self.deviations += result.deviations
+        self.load_wait += result.load_wait
 
     def forget_counts(self) -> None:
         """The work so far was for nothing (a restart)."""
@@ -121,6 +176,11 @@ class Sequence:
     def note(self, name: str) -> None:
         """Milliseconds since arrival at which something happened; the first time counts."""
         self.times.setdefault(name, (time.perf_counter() - self.arrived) * 1e3)
+
+
+def _close_found(looking: Future[Found]) -> None:
+    if not looking.cancelled() and looking.exception() is None:
+        looking.result().close()
 
 
 def slots_needed(prompt: int, max_new: int) -> int:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvweave.core.keys import ChunkKey, ModelFingerprint, chunk_key
+from kvweave.core.keys import ChunkIdentity, ModelFingerprint, Scope
 from kvweave.core.prompt import TokenPrompt
-from kvweave.core.report import SegmentReport
+from kvweave.core.report import SegmentReport, SegmentResult
 from kvweave.errors import InvalidOption
-from kvweave.store.base import ChunkRecord, ChunkStore
+from kvweave.store.base import ChunkStore, Miss, StoredChunk
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,18 @@ class Chunking:
 
 @dataclass(frozen=True)
 class Piece:
-    """One chunk of a document: its tokens, and the anchor it is computed behind."""
+    """One chunk of a document, which starts at token ``start`` of it."""
 
     start: int
-    token_ids: tuple[int, ...]
-    anchor_ids: tuple[int, ...]
-    key: ChunkKey
+    identity: ChunkIdentity
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.identity.token_ids
+
+    @property
+    def anchor_ids(self) -> tuple[int, ...]:
+        return self.identity.anchor_ids
 
 
 @dataclass(frozen=True)
@@ -59,71 +65,96 @@ class FoundChunk:
 
     start: int
     stop: int
-    record: ChunkRecord
+    record: StoredChunk
     exact: bool
     border: bool
+
+    @property
+    def birth(self) -> int:
+        """Position of its first token when it was computed."""
+        return len(self.record.identity.anchor_ids)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the store had for a prompt, under one scope. ``close`` gives back what its records hold open."""
+
+    scope: Scope
+    chunks: tuple[FoundChunk, ...] = ()
+    segments: tuple[SegmentReport, ...] = ()
+
+    def close(self) -> None:
+        for chunk in self.chunks:
+            chunk.record.close()
 
 
 @dataclass(frozen=True)
 class ChunkIndex:
-    """Content-addressed lookup for one model and tenant over a store."""
+    """Content-addressed lookup for one model and tenant over a store.
+
+    ``lossy``: the store's codec changes numbers, so no chunk is ever exact.
+    """
 
     store: ChunkStore
     fingerprint: ModelFingerprint
     tenant: str
     chunking: Chunking = field(default_factory=Chunking)
+    lossy: bool = False
 
-    def pieces(self, token_ids: Sequence[int], anchor_ids: Sequence[int]) -> list[Piece]:
+    def scope(self) -> Scope:
+        """The tenant's current scope; may wait for a look at a slow tier."""
+        return self.store.scope(self.tenant)
+
+    def pieces(self, token_ids: Sequence[int], anchor_ids: Sequence[int], scope: Scope | None = None) -> list[Piece]:
         """The chunks of a document behind an anchor."""
+        scope = scope or self.scope()
         ids, anchor = tuple(token_ids), tuple(anchor_ids)
         out = []
         for start, stop in self.chunking.cut(len(ids)):
             behind = anchor if self.chunking.isolated_pieces else anchor + ids[:start]
-            key = chunk_key(ids[start:stop], behind, self.fingerprint, self.tenant)
-            out.append(Piece(start, ids[start:stop], behind, key))
+            out.append(Piece(start, ChunkIdentity.of(ids[start:stop], behind, self.fingerprint, scope)))
         return out
 
-    def lookup(
-        self, prompt: TokenPrompt, anchors: Sequence[tuple[int, ...]]
-    ) -> tuple[list[FoundChunk], tuple[SegmentReport, ...]]:
+    def lookup(self, prompt: TokenPrompt, anchors: Sequence[tuple[int, ...]]) -> Found:
         """All cached chunks of a prompt in order, from one batched store call, and a report per document.
 
         ``anchors``: what the chunks may have been computed behind; a record of an earlier one is preferred.
         """
+        scope = self.scope()
         documents: list[_Placed] = []
         at = 0
         for span in prompt.spans:
             if span.document is not None:
                 label = span.document.id or f"document-{len(documents)}"
-                choices = tuple(zip(*(self.pieces(span.token_ids, a) for a in anchors), strict=True))
+                choices = tuple(zip(*(self.pieces(span.token_ids, a, scope) for a in anchors), strict=True))
                 documents.append(_Placed(label, at, at + len(span.token_ids), choices))
             at += len(span.token_ids)
-        keys = [piece.key for d in documents for choice in d.choices for piece in choice]
-        records = dict(zip(keys, self.store.get_many(keys), strict=True))
+        wanted = {p.identity.key: p.identity for d in documents for choice in d.choices for p in choice}
+        answers = dict(zip(wanted, self.store.find(list(wanted.values())), strict=True))
         found: list[FoundChunk] = []
         reports = []
         for document in documents:
             before = len(found)
-            reason: str | None = "below_min"
+            missed: Miss | None = None
             for choice in document.choices:
-                hit = next((p for p in choice if _matches(records[p.key], p)), None)
-                if hit is None:
-                    reason = self.store.missing_reason(choice[0].key)
-                else:
-                    found.append(self._found(prompt, document.start + hit.start, hit, records[hit.key], found))
-            hits = len(found) - before
-            result = "miss" if not hits else "hit" if hits == len(document.choices) else "partial"
-            reports.append(
-                SegmentReport(document.label, document.start, document.stop, result, None if result == "hit" else reason)
-            )
-        return found, tuple(reports)
+                records = [(p, answers[p.identity.key]) for p in choice]
+                hit = next(((p, r) for p, r in records if not isinstance(r, Miss)), None)
+                if hit is not None:
+                    found.append(self._found(prompt, document.start + hit[0].start, *hit, found))
+                elif missed is None:
+                    missed = _most_telling([r for _, r in records if isinstance(r, Miss)])
+            reports.append(_report(document, found[before:], missed))
+        used = {id(chunk.record) for chunk in found}
+        for answer in answers.values():
+            if not isinstance(answer, Miss) and id(answer) not in used:
+                answer.close()  # the same chunk behind a better anchor was found as well
+        return Found(scope, tuple(found), tuple(reports))
 
     def _found(
-        self, prompt: TokenPrompt, start: int, piece: Piece, record: ChunkRecord | None, before: list[FoundChunk]
+        self, prompt: TokenPrompt, start: int, piece: Piece, record: StoredChunk, before: list[FoundChunk]
     ) -> FoundChunk:
-        assert record is not None
         joined = piece.start > 0 and not self.chunking.isolated_pieces and _continues(before, start, piece)
-        exact = prompt.token_ids[:start] == piece.anchor_ids
+        exact = not self.lossy and prompt.token_ids[:start] == piece.anchor_ids
         return FoundChunk(start, start + len(piece.token_ids), record, exact, border=not joined)
 
 
@@ -132,7 +163,23 @@ def _continues(before: list[FoundChunk], start: int, piece: Piece) -> bool:
     if not before or before[-1].stop != start:
         return False
     previous = before[-1]
-    return previous.record.birth + previous.stop - previous.start == len(piece.anchor_ids)
+    return previous.birth + previous.stop - previous.start == len(piece.anchor_ids)
+
+
+def _report(document: _Placed, hits: Sequence[FoundChunk], missed: Miss | None) -> SegmentReport:
+    result: SegmentResult = "miss" if not hits else "hit" if len(hits) == len(document.choices) else "partial"
+    reason = "below_min" if missed is None and not hits else None if missed is None else miss_reason(missed.reason)
+    tiers = tuple(dict.fromkeys(hit.record.tier for hit in hits))
+    return SegmentReport(document.label, document.start, document.stop, result, reason, tiers)
+
+
+def miss_reason(reason: str) -> str:
+    """A store's reason as reports name it."""
+    return "never_seen" if reason == "absent" else reason
+
+
+def _most_telling(misses: Sequence[Miss]) -> Miss:
+    return next((m for m in misses if m.reason != "absent"), misses[0])
 
 
 @dataclass(frozen=True)
@@ -143,8 +190,3 @@ class _Placed:
     start: int
     stop: int
     choices: tuple[tuple[Piece, ...], ...]
-
-
-def _matches(record: ChunkRecord | None, piece: Piece) -> bool:
-    """A colliding key is a miss: the ids decide."""
-    return record is not None and record.token_ids == piece.token_ids

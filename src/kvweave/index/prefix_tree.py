@@ -109,6 +109,10 @@ class PrefixTree:
         self.num_tokens -= count
         return count
 
+    def clear_all(self) -> int:
+        """Forget everything; returns the number of tokens."""
+        return sum(self.clear(scope) for scope in list(self._roots))
+
     def slots_held(self) -> Tensor:
         """All slots of the tree, for integrity checks."""
         nodes = [n.slots for root in self._roots.values() for n in _walk(root)]

@@ -34,6 +34,8 @@ class ChunkHit:
     source: KVSource
     birth: int
     border: bool = True
+    tier: str = "host"
+    """Where its KV lies."""
 
     @property
     def length(self) -> int:
@@ -172,9 +174,25 @@ class FallBack(Exception):
         self.reason = reason
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a technique will compute and load for a request, known before it runs."""
+
+    passes: tuple[tuple[int, ...], ...]
+    """Rows of each forward pass in every layer."""
+    loaded: int
+    """Tokens of fused chunks whose KV is loaded."""
+    first_loaded: int = 0
+    """From this layer on."""
+
+
 @runtime_checkable
 class Technique(Protocol):
-    """The plugin contract. A frozen dataclass whose fields are its options."""
+    """The plugin contract. A frozen dataclass whose fields are its options.
+
+    A technique may also have ``work(request) -> Work``; with it the controller can tell whether its loads pay, and set its
+    ``ratio`` if it has one.
+    """
 
     name: ClassVar[str]
     reuse: ClassVar[Reuse]
@@ -193,6 +211,12 @@ def concat_orders(parts: list[Tensor]) -> Tensor:
 def check_ratio(ratio: float, name: str = "ratio") -> None:
     if not isinstance(ratio, int | float) or not 0.0 <= ratio <= 1.0:
         raise InvalidOption(f"{name}={ratio!r} is out of range. Use a share of the reused tokens between 0 and 1.")
+
+
+def static_work(request: PlanRequest, chosen: int) -> Work:
+    """Of ``static_plan`` with so many chosen candidates."""
+    rows = request.forced.numel() + chosen
+    return Work(((rows,) * request.layout.num_layers,), loaded=request.candidates.numel() - chosen)
 
 
 def static_plan(request: PlanRequest, chosen: Tensor, *, rotate: bool = True) -> RequestPlan:

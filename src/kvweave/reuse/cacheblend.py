@@ -17,7 +17,7 @@ from torch import Tensor
 from kvweave.core.plan import RequestPlan, Select
 from kvweave.core.spec import KVLayout
 from kvweave.errors import InvalidOption, suggest
-from kvweave.reuse.base import FallBack, PlanRequest, Reuse, check_ratio
+from kvweave.reuse.base import FallBack, PlanRequest, Reuse, Work, check_ratio
 from kvweave.reuse.selectors.deviation import KVDeviation
 
 SCHEDULES = ("single", "gradual")
@@ -59,6 +59,16 @@ class CacheBlend:
         orders = request.computable
         for start, stop in _blocks(request, orders):
             yield self._block(request, checks, orders[start:stop], first=start == 0)
+
+    def work(self, request: PlanRequest) -> Work:
+        """Blocks of long prompts add up to the same rows."""
+        rows: list[int] = []
+        n, heads, forced = request.candidates.numel(), request.heads(self.head).numel(), request.forced.numel()
+        checks = self.checks(request.layout)
+        for layer in range(request.layout.num_layers):
+            kept = [max(heads, math.ceil(ratio * n)) for check, ratio in checks if check < layer]
+            rows.append(forced + (kept[-1] if kept else n))
+        return Work((tuple(rows),), loaded=n, first_loaded=checks[0][0] if checks else 0)
 
     def checks(self, layout: KVLayout) -> list[tuple[int, float]]:
         """(layer, ratio) of every check; empty if the model has no usable check layer, so that nothing is fused."""

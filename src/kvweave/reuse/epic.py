@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from kvweave.core.plan import RequestPlan
 from kvweave.errors import InvalidOption
-from kvweave.reuse.base import PlanRequest, Reuse, check_ratio, static_plan
+from kvweave.reuse.base import PlanRequest, Reuse, Work, check_ratio, static_plan, static_work
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,9 @@ class Epic:
 
     def plan(self, request: PlanRequest) -> Iterator[RequestPlan]:
         yield static_plan(request, request.heads(self._per_border(request)))
+
+    def work(self, request: PlanRequest) -> Work:
+        return static_work(request, request.heads(self._per_border(request)).numel())
 
     def _per_border(self, request: PlanRequest) -> int:
         if self.ratio is None or not request.hits:

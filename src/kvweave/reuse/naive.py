@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvweave.core.plan import RequestPlan
-from kvweave.reuse.base import PlanRequest, Reuse, concat_orders, static_plan
+from kvweave.reuse.base import PlanRequest, Reuse, Work, concat_orders, static_plan, static_work
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,9 @@ class Naive:
     def plan(self, request: PlanRequest) -> Iterator[RequestPlan]:
         yield static_plan(request, concat_orders([]))
 
+    def work(self, request: PlanRequest) -> Work:
+        return static_work(request, 0)
+
 
 @dataclass(frozen=True)
 class Raw:
@@ -30,3 +33,6 @@ class Raw:
 
     def plan(self, request: PlanRequest) -> Iterator[RequestPlan]:
         yield static_plan(request, concat_orders([]), rotate=False)
+
+    def work(self, request: PlanRequest) -> Work:
+        return static_work(request, 0)

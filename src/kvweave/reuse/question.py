@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvweave.core.plan import RequestPlan
 from kvweave.errors import InvalidOption
-from kvweave.reuse.base import PlanRequest, Reuse, check_ratio, static_plan
+from kvweave.reuse.base import PlanRequest, Reuse, Work, check_ratio, static_plan, static_work
 from kvweave.reuse.selectors.base import choose
 
 
@@ -56,6 +56,14 @@ class Question:
         chosen = candidates[choose(attention.scores[candidates], m, always=always)]
         rows = torch.cat([request.forced, chosen]).sort().values
         yield request.compile(rows, loads=())  # cached KV is in its slots since the prepass
+
+    def work(self, request: PlanRequest) -> Work:
+        n, layers = request.candidates.numel(), request.layout.num_layers
+        m = math.ceil(self.ratio * n)
+        if not 0 < m < n:
+            return static_work(request, m)
+        forced = request.forced.numel()
+        return Work(((forced,) * layers, (forced + m,) * layers), loaded=n)
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch
 
 from kvweave.core.plan import Keep, RequestPlan
 from kvweave.errors import InvalidOption
-from kvweave.reuse.base import PlanRequest, Reuse, check_ratio, static_plan
+from kvweave.reuse.base import PlanRequest, Reuse, Work, check_ratio, static_plan, static_work
 
 
 @dataclass(frozen=True)
@@ -49,3 +49,11 @@ class Random:
         loads = tuple(request.load(h, torch.arange(h.start, h.stop), first_layer=self.full_layers) for h in request.hits)
         step = Keep(self.full_layers, torch.searchsorted(orders, kept))
         yield request.compile(orders, loads=request.exact_loads() + loads, steps=(step,))
+
+    def work(self, request: PlanRequest) -> Work:
+        full, layers = min(self.full_layers, request.layout.num_layers), request.layout.num_layers
+        m = math.ceil(self.ratio * request.candidates.numel())
+        if not full:
+            return static_work(request, m)
+        rows = (request.computable.numel(),) * full + (request.forced.numel() + m,) * (layers - full)
+        return Work((rows,), loaded=request.candidates.numel(), first_loaded=full)

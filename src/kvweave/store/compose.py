@@ -1,0 +1,69 @@
+"""From a configuration to a store."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from kvweave import __version__
+from kvweave.config import Tiers, parse_size
+from kvweave.core.spec import KVLayout
+from kvweave.errors import InvalidOption
+from kvweave.store.base import Blobs
+from kvweave.store.codec import check_codec
+from kvweave.store.host import HostStore
+from kvweave.store.tiered import TieredStore, TierOptions
+
+
+def open_store(host_bytes: int, tiers: Tiers, layout: KVLayout) -> TieredStore:
+    """Host memory, then disk, then the remotes in order. A tier that can't start is an error here, not a slow miss later."""
+    quota = None if tiers.tenant_quota is None else parse_size(tiers.tenant_quota, "tenant_quota")
+    options = TierOptions(
+        codec=check_codec(tiers.codec),
+        threads=tiers.threads,
+        staging=parse_size(tiers.staging, "staging"),
+        write_queue=parse_size(tiers.write_queue, "write_queue"),
+        lookup_timeout=tiers.lookup_timeout,
+        load_timeout=tiers.load_timeout,
+        secret=_secret(tiers),
+        writer=f"kvweave {__version__}",
+    )
+    with ExitStack() as opened:  # what was opened before a tier fails is closed again
+        media: list[Blobs] = []
+        if tiers.disk is not None:
+            media.append(_open_disk(tiers, quota))
+            opened.callback(media[-1].close)
+        for url in tiers.remotes:
+            from kvweave.store.remote import open_remote
+
+            media.append(open_remote(url))
+            opened.callback(media[-1].close)
+        store = TieredStore(HostStore(host_bytes, tenant_quota=quota), media, layout=layout, options=options)
+        opened.pop_all()
+        return store
+
+
+def _open_disk(tiers: Tiers, quota: int | None) -> Blobs:
+    from kvweave.store.disk import DiskBlobs
+    from kvweave.store.eviction import Quota
+
+    folder, capacity = tiers.disk_folder()
+    return DiskBlobs(
+        folder,
+        capacity,
+        policy=tiers.eviction,
+        default_quota=Quota(max=quota),
+        direct=tiers.direct,  # type: ignore[arg-type]
+        durability=tiers.durability,  # type: ignore[arg-type]
+    )
+
+
+def _secret(tiers: Tiers) -> bytes:
+    if tiers.secret_file is None:
+        return b""
+    try:
+        secret = tiers.secret_file.read_bytes()
+    except OSError as error:
+        raise InvalidOption(f"secret_file '{tiers.secret_file}' can't be read: {error.strerror}. Check its path.") from error
+    if len(secret) < 16:
+        raise InvalidOption(f"secret_file '{tiers.secret_file}' has {len(secret)} bytes. Use 16 random bytes or more.")
+    return secret

@@ -1,0 +1,139 @@
+"""Erasing a tenant: first unreachable everywhere, then removed everywhere, with a receipt.
+
+Every tenant has an epoch, which is part of his key. Raising it makes all his records unreachable at once, also those that
+nobody can delete right now. Epochs are kept durably by every medium; the highest one counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from blake3 import blake3
+
+from kvweave.core.keys import Scope
+from kvweave.store.base import Blobs, EraseReceipt, TierError, TierReceipt
+from kvweave.store.host import HostStore
+
+LOG = logging.getLogger("kvweave.store")
+EPOCH_TTL = 1.0
+"""Seconds after which a process looks again whether a tenant was erased by another one."""
+_LOOK = 0.5  # seconds a look at an epoch may take
+_DELETE = 60.0
+_RETRY = 15.0
+
+
+class Eraser:
+    """Epochs of tenants over all media, and erasure. Thread-safe."""
+
+    def __init__(self, media: Sequence[Blobs], host: HostStore, secret: bytes) -> None:
+        self._media = media
+        self._host = host
+        self._secret = secret
+        self._known: dict[bytes, tuple[int, float]] = {}
+        """Scope tag -> epoch, and when it was looked up (monotonic)."""
+        self._pending: dict[tuple[str, bytes], int] = {}
+        """(tier, scope) -> epoch that couldn't be told to the tier, or whose bytes couldn't be removed."""
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def scope(self, tenant: str) -> Scope:
+        """The tenant's scope at his current epoch; looks at the media again after ``EPOCH_TTL``."""
+        tag = Scope.of(tenant, 0, self._secret).tag
+        return Scope.of(tenant, self._epoch(tag), self._secret)
+
+    def known_epoch(self, tag: bytes) -> int:
+        """Without looking at any medium."""
+        with self._lock:
+            return self._known.get(tag, (0, 0.0))[0]
+
+    def erase(self, tag: bytes) -> EraseReceipt:
+        epoch = self._epoch(tag) + 1
+        with self._lock:
+            self._known[tag] = (epoch, time.monotonic())
+        told = {medium.name: self._tell(medium, tag, epoch) for medium in self._media}
+        records, size = self._host.erase(tag)
+        tiers = {self._host.name: TierReceipt(records, size, "deleted")}
+        for medium in self._media:
+            error = told[medium.name]
+            tiers[medium.name] = (
+                self._remove(medium, tag, epoch) if error is None else TierReceipt(0, 0, "unreachable", error)
+            )
+        if self._media:
+            time.sleep(EPOCH_TTL)  # by then every process that shares a medium has looked again
+        pending = tuple(name for name, tier in tiers.items() if tier.state == "unreachable")
+        self._retry(pending, tag, epoch)
+        now = time.time()
+        name = blake3(tag + str(now).encode()).hexdigest(length=8)
+        return EraseReceipt(f"erase-{name}", tag.hex(), round(now, 3), epoch, tiers, pending)
+
+    def pending(self) -> int:
+        """Removals that are still tried."""
+        with self._lock:
+            return len(self._pending)
+
+    def close(self) -> None:
+        self._closed = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _epoch(self, tag: bytes) -> int:
+        with self._lock:
+            known, seen = self._known.get(tag, (0, float("-inf")))
+        if not self._media or time.monotonic() - seen < EPOCH_TTL:
+            return known
+        latest = max([known, *(self._look(medium, tag) for medium in self._media)])
+        with self._lock:
+            self._known[tag] = (max(latest, self._known.get(tag, (0, 0.0))[0]), time.monotonic())
+        if latest > known and seen > 0:
+            self._host.erase(tag)  # erased by another process
+        return latest
+
+    def _look(self, medium: Blobs, tag: bytes) -> int:
+        try:
+            return medium.epoch(tag, time.monotonic() + _LOOK)
+        except TierError as error:
+            LOG.warning("tier %s can't tell the epoch of a tenant (%s): the last one known counts", medium.name, error)
+            return 0
+
+    def _tell(self, medium: Blobs, tag: bytes, epoch: int) -> str | None:
+        """Raise the epoch on a medium; the error, if that failed."""
+        try:
+            medium.raise_epoch(tag, epoch, time.monotonic() + _DELETE)
+        except TierError as error:
+            return str(error)
+        return None
+
+    def _remove(self, medium: Blobs, tag: bytes, epoch: int) -> TierReceipt:
+        try:
+            records, size = medium.erase(tag, time.monotonic() + _DELETE)
+        except TierError as error:
+            return TierReceipt(0, 0, "unreachable", str(error))
+        return TierReceipt(records, size, "deleted")
+
+    def _retry(self, names: Sequence[str], tag: bytes, epoch: int) -> None:
+        with self._lock:
+            self._pending.update({(name, tag): epoch for name in names})
+            if self._pending and self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._run, name="kvweave-erase", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        """Until nothing is pending: tell and remove again."""
+        while not self._wake.wait(_RETRY):
+            with self._lock:
+                pending = dict(self._pending)
+            for (name, tag), epoch in pending.items():
+                medium = next(m for m in self._media if m.name == name)
+                if self._tell(medium, tag, epoch) is None and self._remove(medium, tag, epoch).state == "deleted":
+                    with self._lock:
+                        self._pending.pop((name, tag), None)
+            with self._lock:
+                if not self._pending:
+                    self._thread = None
+                    return

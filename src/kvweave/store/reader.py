@@ -1,0 +1,321 @@
+"""Reads of one record: which bytes hold the wanted rows, and their way into tensors, layer by layer, on I/O threads."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvweave.errors import LoadFailed
+from kvweave.store.base import DAMAGED, Blob, ChunkRecord, MissReason, TierError
+from kvweave.store.codec import Rows, unpack
+from kvweave.store.io_pool import IOPool, Staging
+from kvweave.store.record import Header, check_rows
+
+_GAP = 2
+"""Groups of rows that aren't wanted but read all the same, because a second read would cost more."""
+
+KV = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Extents:
+    """Where the wanted rows of every section lie: runs of whole groups, and where each token is among the rows read."""
+
+    runs: tuple[tuple[int, int], ...]
+    """[first row, last row + 1) in stored order."""
+    take: NDArray[np.int64]
+    """[tokens] index into the rows of all runs, one behind the other."""
+
+    @classmethod
+    def of(cls, header: Header, tokens: NDArray[np.int64]) -> Extents:
+        stored = np.empty(header.num_tokens, np.int64)
+        stored[header.perm] = np.arange(header.num_tokens)
+        rows = stored[tokens]
+        groups = np.unique(rows // header.group)
+        breaks = np.flatnonzero(np.diff(groups) > _GAP) + 1
+        runs, base, at = [], np.empty(len(groups), np.int64), 0
+        for part in np.split(np.arange(len(groups)), breaks):
+            first = int(groups[part[0]]) * header.group
+            last = min((int(groups[part[-1]]) + 1) * header.group, header.num_tokens)
+            base[part] = at - first  # a row's index is its stored place plus this
+            runs.append((first, last))
+            at += last - first
+        take = rows + base[np.searchsorted(groups, rows // header.group)]
+        return cls(tuple(runs), take)
+
+    @property
+    def rows(self) -> int:
+        return sum(stop - start for start, stop in self.runs)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Layers [start, stop) that are read together, and the bytes that takes."""
+
+    start: int
+    stop: int
+    size: int
+
+
+def make_units(header: Header, extents: Extents, first_layer: int, min_read: int) -> list[Unit]:
+    """One unit a layer, or as many layers as make a read of ``min_read`` bytes."""
+    units: list[Unit] = []
+    start, size = first_layer, 0
+    for layer in range(first_layer, len(header.layers)):
+        size += extents.rows * header.row_bytes(layer)
+        if size >= min_read or layer + 1 == len(header.layers):
+            units.append(Unit(start, layer + 1, size))
+            start, size = layer + 1, 0
+    return units
+
+
+@dataclass(frozen=True)
+class Loading:
+    """What all loads share."""
+
+    pool: IOPool
+    staging: Staging
+
+
+class SharedBlob:
+    """A blob that several threads read; it is closed when it was closed *and* the last of them is through.
+
+    Without that a descriptor could be reused for another file under a thread that still reads.
+    """
+
+    def __init__(self, blob: Blob) -> None:
+        self._blob = blob
+        self._users = 0
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def size(self) -> int:
+        return self._blob.size
+
+    @contextmanager
+    def read(self, offset: int, length: int, deadline: float) -> Iterator[memoryview]:
+        with self._lock:
+            if self._closed:
+                raise TierError("deadline", "nobody waits any more")
+            self._users += 1
+        try:
+            with self._blob.read(offset, length, deadline) as data:
+                yield data
+        finally:
+            with self._lock:
+                self._users -= 1
+                last = self._closed and self._users == 0
+            if last:
+                self._blob.close()
+
+    def close(self) -> None:
+        with self._lock:
+            unused = not self._closed and self._users == 0
+            self._closed = True
+        if unused:
+            self._blob.close()
+
+
+@dataclass(frozen=True)
+class Source:
+    """An open record as its reader sees it."""
+
+    tier: str
+    header: Header
+    blob: Blob
+    min_read: int
+    damaged: Callable[[MissReason], None]
+    """Told, on an I/O thread, that the bytes are wrong for good."""
+    finished: Callable[[str, int, float], None]
+    """Told the result of a load (ok, or a reason), its bytes and its seconds."""
+    promote: Callable[[ChunkRecord], object] | None = None
+    """Takes the record once all of it was read."""
+    promote_later: Callable[[], None] | None = None
+    """Told that part of the record was of use."""
+
+
+class RecordReader:
+    """A ``LayerReader`` over an open record. Used by one thread; the reads themselves run on the pool's.
+
+    Layers are read ahead as far as staging has room; the layer that is asked for is read in any case. A read that isn't
+    there at the deadline is a ``LoadFailed``, whatever it is doing.
+    """
+
+    def __init__(
+        self, source: Source, tokens: Tensor, first_layer: int, ticket: int, deadline: float, loading: Loading
+    ) -> None:
+        header = source.header
+        self.tier = source.tier
+        self.bytes_read = 0
+        self.load_seconds = 0.0
+        self._source, self._loading, self._ticket = source, loading, ticket
+        self._deadline = deadline
+        self._extents = Extents.of(header, tokens.numpy())
+        self._units = make_units(header, self._extents, first_layer, source.min_read)
+        self._next = 0
+        self._reads: dict[int, Future[dict[int, KV]]] = {}
+        self._arrived: dict[int, KV] = {}
+        self._reserved: dict[int, int] = {}
+        whole = first_layer == 0 and tokens.numel() == header.num_tokens
+        self._kept: dict[int, KV] | None = {} if source.promote is not None and whole else None
+        self._promoted = False
+        self._finished = False
+        self._lock = threading.Lock()  # of the two counters
+        self._ahead()
+
+    def ready(self, layer: int) -> bool:
+        self._ahead()
+        read = self._reads.get(self._unit_of(layer))
+        return layer in self._arrived or (read is not None and read.done())
+
+    def layer(self, layer: int) -> KV:
+        if layer not in self._arrived:
+            self._arrived |= self._wait(self._unit_of(layer))
+        kv = self._arrived.pop(layer)
+        self._keep(layer, kv)
+        self._ahead()
+        if layer + 1 == len(self._source.header.layers):
+            self._finish("ok")
+        return kv
+
+    def close(self) -> None:
+        for read in self._reads.values():
+            read.cancel()
+        for size in self._reserved.values():
+            self._loading.staging.release(size)
+        self._reserved.clear()
+        self._reads.clear()
+        self._arrived.clear()
+        self._next = len(self._units)
+        self._finish("dropped")
+
+    def _unit_of(self, layer: int) -> int:
+        return next(i for i, unit in enumerate(self._units) if unit.start <= layer < unit.stop)
+
+    def _ahead(self) -> None:
+        """Start the reads that staging has room for, in order."""
+        while self._next < len(self._units) and self._loading.staging.try_reserve(self._units[self._next].size):
+            self._start(self._next)
+
+    def _start(self, number: int) -> None:
+        unit = self._units[number]
+        self._reserved[number] = unit.size
+        self._next = max(self._next, number + 1)
+        self._reads[number] = self._loading.pool.submit((self._ticket, unit.start), lambda: self._read(unit))
+
+    def _wait(self, number: int) -> dict[int, KV]:
+        if number not in self._reads:
+            self._loading.staging.force(self._units[number].size)
+            self._start(number)
+        try:
+            return self._reads[number].result(timeout=self._left())
+        except TierError as error:
+            self._finish(error.reason)
+            raise LoadFailed(error.reason, self.tier) from error
+        except (TimeoutError, CancelledError):
+            self._finish("deadline")
+            raise LoadFailed("deadline", self.tier) from None
+        finally:
+            self._reads.pop(number).cancel()
+            self._loading.staging.release(self._reserved.pop(number))
+
+    def _left(self) -> float | None:
+        """Seconds until the deadline; None if there is none."""
+        return None if math.isinf(self._deadline) else max(0.0, self._deadline - time.monotonic())
+
+    def _read(self, unit: Unit) -> dict[int, KV]:
+        """On an I/O thread: read, check, unpack."""
+        start = time.perf_counter()
+        try:
+            if time.monotonic() > self._deadline:
+                raise TierError("deadline", "not begun in time")
+            return read_unit(self._source.header, self._source.blob, unit, self._extents, self._deadline)
+        except TierError as error:
+            if error.reason in DAMAGED:
+                self._source.damaged(error.reason)
+            raise
+        except MemoryError:
+            raise TierError("no_memory") from None
+        finally:
+            with self._lock:
+                self.load_seconds += time.perf_counter() - start
+                self.bytes_read += unit.size
+
+    def _finish(self, result: str) -> None:
+        """The first result counts."""
+        if self._finished:
+            return
+        self._finished = True
+        self._source.finished(result, self.bytes_read, self.load_seconds)
+        if result == "ok" and not self._promoted and self._source.promote_later is not None:
+            self._source.promote_later()
+
+    def _keep(self, layer: int, kv: KV) -> None:
+        """Remember a layer for promotion; with the last one the record moves up."""
+        if self._kept is None or self._source.promote is None:
+            return
+        self._kept[layer] = kv
+        header = self._source.header
+        if len(self._kept) == len(header.layers):
+            pairs = [self._kept[i] for i in range(len(header.layers))]
+            keys, values = tuple(k for k, _ in pairs), tuple(v for _, v in pairs)
+            self._kept = None
+            self._promoted = True
+            self._source.promote(ChunkRecord(header.identity, keys, values, header.prefill_ms))
+
+
+def read_unit(header: Header, blob: Blob, unit: Unit, extents: Extents, deadline: float) -> dict[int, KV]:
+    """The wanted rows of a unit's layers as tensors. Raises ``TierError``."""
+    layers = range(unit.start, unit.stop)
+    first, last = extents.runs[0][0], extents.runs[-1][1]
+    if len(layers) == 1:
+        return {unit.start: _read_layer(header, blob, unit.start, extents, deadline)}
+    start = header.offsets[unit.start] + first * header.row_bytes(unit.start)
+    stop = header.offsets[unit.stop - 1] + last * header.row_bytes(unit.stop - 1)
+    with blob.read(start, stop - start, deadline) as data:
+        if len(data) < stop - start:
+            raise TierError("short")
+        out = {}
+        for layer in layers:
+            rows = [_rows(header, layer, run, data, header.offsets[layer] - start) for run in extents.runs]
+            out[layer] = _unpack(header, layer, rows, extents)
+        return out
+
+
+def _read_layer(header: Header, blob: Blob, layer: int, extents: Extents, deadline: float) -> KV:
+    parts: list[Rows] = []
+    width = header.row_bytes(layer)
+    for run in extents.runs:
+        start, size = header.offsets[layer] + run[0] * width, (run[1] - run[0]) * width
+        with blob.read(start, size, deadline) as data:
+            if len(data) < size:
+                raise TierError("short")
+            rows = _rows(header, layer, run, data, -run[0] * width)
+            if len(extents.runs) == 1:
+                return _unpack(header, layer, [rows], extents)
+            parts.append(rows.copy())  # the bytes are valid inside the with block only
+    return _unpack(header, layer, parts, extents)
+
+
+def _rows(header: Header, layer: int, run: tuple[int, int], data: memoryview, section: int) -> Rows:
+    """Checked rows of one run; ``section`` is where the layer's section starts in ``data`` (may be before it)."""
+    width = header.row_bytes(layer)
+    count = run[1] - run[0]
+    rows = np.frombuffer(data, np.uint8, count * width, section + run[0] * width).reshape(count, width)
+    check_rows(header, layer, run[0], rows)
+    return rows
+
+
+def _unpack(header: Header, layer: int, parts: list[Rows], extents: Extents) -> KV:
+    rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return unpack(rows, extents.take, header.layers[layer], header.codec, header.dtype)

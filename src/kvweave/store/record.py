@@ -1,0 +1,234 @@
+"""The record format: one chunk's KV as one string of bytes, the same on every medium. Version 1, little-endian.
+
+======================  ===========================================================================================
+prologue, 64 bytes      magic, version, lengths of the header and of its JSON part, total length, content key, digest
+                        of the header
+header                  JSON (fingerprint, counts, layers, dtype, codec, order, offsets, ...), then tables: token ids
+                        u32[n], anchor ids u32[a], perm u32[n] (stored row -> token), digests 16 B [layers, groups]
+sections                one a layer, ascending, each at a multiple of 4,096; rows in ``perm`` order
+======================  ===========================================================================================
+
+Rows lie by *ascending importance* (``store.ranking``), so the rows that a technique doesn't recompute are the first ones of
+every section: one contiguous read a layer for any recompute ratio, rounded up to a group of 32 rows, which is the unit that
+is checked (BLAKE3-128). Nothing in a header is trusted before its digest was checked, no length before it was compared with
+the size of the value.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+import time
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from kvweave.core.keys import ChunkIdentity, ChunkKey, ModelFingerprint
+from kvweave.store.base import ChunkRecord, TierError
+from kvweave.store.codec import CODECS, DTYPES, CodecName, LayerRows, Rows, dtype_name, pack
+from kvweave.store.ranking import Ranking
+
+MAGIC = b"KVWEAVE\x01"
+VERSION = 1
+GROUP = 32
+PAGE = 4096
+FIRST_READ = 16 * 1024
+"""Bytes that hold the whole header of a usual record."""
+LARGEST_HEADER = 64 * 2**20
+_PROLOGUE = struct.Struct("<8sIIIIQ16s16s")
+_DIGEST = 16
+_NONSENSE = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
+"""What parsing a header with a right digest raises when it makes no sense."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a record says of itself, checked for consistency."""
+
+    identity: ChunkIdentity
+    layers: tuple[LayerRows, ...]
+    dtype: torch.dtype
+    codec: CodecName
+    order: str
+    group: int
+    perm: NDArray[np.int64]
+    """[n] stored row -> token."""
+    digests: NDArray[np.uint8]
+    """[layers, groups, 16]"""
+    offsets: tuple[int, ...]
+    """Where each layer's section starts."""
+    total: int
+    prefill_ms: float
+    created: float
+    writer: str
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.identity.token_ids)
+
+    def row_bytes(self, layer: int) -> int:
+        return self.layers[layer].row_bytes(self.codec, self.dtype.itemsize)
+
+
+def encode(record: ChunkRecord, ranking: Ranking, codec: CodecName, writer: str) -> memoryview:
+    """The record as bytes, in memory that starts at a page border (what O_DIRECT wants)."""
+    identity = record.identity
+    n = len(identity.token_ids)
+    perm = np.ascontiguousarray(ranking.order(record), dtype=np.int64)
+    if not np.array_equal(np.sort(perm), np.arange(n)):
+        raise ValueError(f"ranking '{ranking.name}' must return every token of the chunk once")
+    layers = [LayerRows(k.shape[0], k.shape[2], v.shape[2]) for k, v in zip(record.keys, record.values, strict=True)]
+    dtype = record.keys[0].dtype
+    widths = [layer.row_bytes(codec, dtype.itemsize) for layer in layers]
+    about: dict[str, Any] = {
+        "fingerprint": [list(part) for part in identity.fingerprint.parts],
+        "scope": identity.key.scope.hex(),
+        "tokens": n,
+        "anchor": len(identity.anchor_ids),
+        "layers": [[s.kv_heads, s.key_dim, s.value_dim] for s in layers],
+        "dtype": dtype_name(dtype),
+        "codec": codec,
+        "digest": "blake3-128",
+        "order": ranking.name,
+        "group": GROUP,
+        "prefill_ms": round(record.prefill_ms, 3),
+        "created": round(time.time(), 3),
+        "writer": writer,
+    }
+    groups = -(-n // GROUP)
+    tables = 4 * (2 * n + len(identity.anchor_ids)) + len(layers) * groups * _DIGEST
+    text = json.dumps(about, separators=(",", ":")).encode()
+    header_length = _PROLOGUE.size + len(text) + tables
+    starts = np.cumsum([_pages(header_length), *(_pages(n * width) for width in widths)])
+    buffer = mmap.mmap(-1, int(starts[-1]))
+    view = memoryview(buffer)
+    digests = np.empty((len(layers), groups, _DIGEST), np.uint8)
+    for layer, (start, width) in enumerate(zip(starts, widths, strict=False)):
+        rows = np.frombuffer(view, np.uint8, n * width, int(start)).reshape(n, width)
+        pack(record.keys[layer], record.values[layer], codec, perm, rows)
+        for group in range(groups):
+            part = rows[group * GROUP : (group + 1) * GROUP]
+            digests[layer, group] = np.frombuffer(blake3(part.data).digest(length=_DIGEST), np.uint8)
+    ids = (np.asarray(x, "<u4").tobytes() for x in (identity.token_ids, identity.anchor_ids, perm))
+    body = b"".join([text, *ids, digests.tobytes()])
+    fixed = (MAGIC, VERSION, header_length, len(text), 0, int(starts[-1]), identity.key.content)
+    digest = _header_digest(_PROLOGUE.pack(*fixed, bytes(_DIGEST)), body)
+    view[:header_length] = _PROLOGUE.pack(*fixed, digest) + body
+    return view
+
+
+def header_length(first: memoryview, size: int) -> int:
+    """Length of the header of a value of ``size`` bytes, from its first bytes; raises ``TierError``."""
+    return _prologue(first, size)[2]
+
+
+def decode_header(data: memoryview, size: int, expected: ChunkKey | None = None) -> Header:
+    """Parse and check the header of a value of ``size`` bytes; ``data`` holds it. Raises ``TierError``, nothing else.
+
+    ``expected`` is the key the value was found under; None (a file of unknown origin) takes the key from the header.
+    """
+    _, _, length, text_length, _, total, content, digest = _prologue(data, size)
+    if len(data) < length:
+        raise TierError("short", f"{len(data)} of {length} header bytes")
+    fixed = bytes(data[: _PROLOGUE.size - _DIGEST]) + bytes(_DIGEST)
+    body = bytes(data[_PROLOGUE.size : length])
+    if _header_digest(fixed, body) != digest:
+        raise TierError("checksum", "header")
+    try:
+        header = _parse(body, text_length, total, content)
+    except _NONSENSE as error:
+        raise TierError("layout", str(error)) from None
+    if expected is not None and header.identity.key != expected:
+        raise TierError("key", f"holds {header.identity.key.name}")
+    return header
+
+
+def check_identity(header: Header, wanted: ChunkIdentity) -> None:
+    """Every part that decided the key, field by field; raises ``TierError``."""
+    found = header.identity
+    if found.fingerprint != wanted.fingerprint:
+        raise TierError("fingerprint")
+    if found.token_ids != wanted.token_ids or found.anchor_ids != wanted.anchor_ids:
+        raise TierError("tokens")
+
+
+def check_rows(header: Header, layer: int, first_row: int, rows: Rows) -> None:
+    """Check the digests of whole groups of rows [m, row_bytes] that start at ``first_row``; raises ``TierError``."""
+    group = header.group
+    for i, at in enumerate(range(0, len(rows), group), start=first_row // group):
+        if blake3(rows[at : at + group].data).digest(length=_DIGEST) != header.digests[layer, i].tobytes():
+            raise TierError("checksum", f"layer {layer}, rows from {i * group}")
+
+
+def _prologue(first: memoryview, size: int) -> tuple[Any, ...]:
+    if len(first) < _PROLOGUE.size:
+        raise TierError("short", "no prologue")
+    fields = _PROLOGUE.unpack(first[: _PROLOGUE.size])
+    magic, version, length, text_length, _, total = fields[:6]
+    if magic[:7] != MAGIC[:7]:
+        raise TierError("layout", "not a record")
+    if magic != MAGIC or version != VERSION:
+        raise TierError("version", f"version {version}")
+    if total != size:
+        raise TierError("short", f"{size} of {total} bytes")
+    if not _PROLOGUE.size + text_length <= length <= min(size, LARGEST_HEADER):
+        raise TierError("layout", "header length")
+    return fields
+
+
+def _parse(body: bytes, text_length: int, total: int, content: bytes) -> Header:
+    about = json.loads(body[:text_length])
+    n, anchor, group = int(about["tokens"]), int(about["anchor"]), int(about["group"])
+    layers = tuple(LayerRows(*(int(x) for x in layer)) for layer in about["layers"])
+    codec, dtype = about["codec"], DTYPES[about["dtype"]]
+    if codec not in CODECS or about["digest"] != "blake3-128":
+        raise ValueError("codec or digest unknown")
+    if n < 1 or group < 1 or anchor < 0 or not layers:
+        raise ValueError("counts")
+    if any(s.numbers < 1 or min(s.kv_heads, s.key_dim, s.value_dim) < 0 for s in layers):
+        raise ValueError("shapes")
+    groups = -(-n // group)
+    sizes = [4 * n, 4 * anchor, 4 * n, len(layers) * groups * _DIGEST]
+    if len(body) != text_length + sum(sizes):
+        raise ValueError("tables")
+    at = np.cumsum([text_length, *sizes])
+    tokens, anchors, perm = (np.frombuffer(body[a:b], "<u4") for a, b in pairwise(at[:4]))
+    if not np.array_equal(np.sort(perm), np.arange(n)):
+        raise ValueError("perm")
+    lengths = [_pages(n * s.row_bytes(codec, dtype.itemsize)) for s in layers]
+    starts = list(accumulate(lengths, initial=_pages(_PROLOGUE.size + len(body))))  # not numpy's: its sums wrap around
+    if starts[-1] != total:
+        raise ValueError("total length")
+    fingerprint = ModelFingerprint(tuple((str(k), str(v)) for k, v in about["fingerprint"]))
+    key = ChunkKey(fingerprint.digest[:8], bytes.fromhex(about["scope"]), content)
+    return Header(
+        identity=ChunkIdentity(key, tuple(tokens.tolist()), tuple(anchors.tolist()), fingerprint),
+        layers=layers,
+        dtype=dtype,
+        codec=codec,
+        order=str(about["order"]),
+        group=group,
+        perm=perm.astype(np.int64),
+        digests=np.frombuffer(body[at[3] :], np.uint8).reshape(len(layers), groups, _DIGEST),
+        offsets=tuple(starts[:-1]),
+        total=total,
+        prefill_ms=float(about["prefill_ms"]),
+        created=float(about["created"]),
+        writer=str(about["writer"]),
+    )
+
+
+def _header_digest(prologue: bytes, body: bytes) -> bytes:
+    hasher = blake3(prologue)
+    hasher.update(body)
+    return hasher.digest(length=_DIGEST)
+
+
+def _pages(length: int) -> int:
+    return -(-length // PAGE) * PAGE

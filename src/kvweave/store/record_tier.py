@@ -1,0 +1,247 @@
+"""Records on a medium: opening them with every check that a right answer needs, writing, verifying."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+from torch import Tensor
+
+from kvweave.core.keys import ChunkIdentity, ChunkKey
+from kvweave.core.spec import KVLayout
+from kvweave.store.base import DAMAGED, Blob, Blobs, ChunkRecord, Miss, MissReason, PutHints, Rejected, TierError
+from kvweave.store.codec import CodecName, layer_rows
+from kvweave.store.reader import Extents, Loading, RecordReader, SharedBlob, Source, Unit, read_unit
+from kvweave.store.record import FIRST_READ, Header, check_identity, decode_header, header_length
+
+Promote = Callable[[ChunkRecord], object]
+PromoteLater = Callable[["RecordTier", ChunkIdentity], None]
+_FIRST = (0, 0)  # opening goes before every load
+
+
+@dataclass
+class TierCounters:
+    """Since the tier was opened."""
+
+    opens: int = 0
+    hits: int = 0
+    misses: Counter[MissReason] = field(default_factory=Counter)
+    loads: Counter[str] = field(default_factory=Counter)
+    """ok, or the reason of a load that failed."""
+    puts: Counter[str] = field(default_factory=Counter)
+    """ok, or why not: io, no_room, quota, read_only, stale."""
+    bytes_written: int = 0
+    write_seconds: float = 0.0
+    bytes_read: int = 0
+    load_seconds: float = 0.0
+
+    def copy(self) -> TierCounters:
+        return copy.deepcopy(self)
+
+
+class OpenRecord:
+    """A record that was opened and checked; a ``StoredChunk``. ``close`` gives its descriptor back."""
+
+    def __init__(self, source: Source, loading: Loading) -> None:
+        self._source = source
+        self._loading = loading
+        self._readers: list[RecordReader] = []
+
+    @property
+    def identity(self) -> ChunkIdentity:
+        return self._source.header.identity
+
+    @property
+    def header(self) -> Header:
+        return self._source.header
+
+    @property
+    def tier(self) -> str:
+        return self._source.tier
+
+    def read(self, tokens: Tensor, first_layer: int, ticket: int, timeout: float) -> RecordReader:
+        deadline = time.monotonic() + timeout
+        reader = RecordReader(self._source, tokens, first_layer, ticket, deadline, self._loading)
+        self._readers.append(reader)
+        return reader
+
+    def read_all(self, deadline: float) -> ChunkRecord:
+        """The whole record, on this thread. Raises ``TierError``."""
+        header = self._source.header
+        layers = len(header.layers)
+        extents = Extents.of(header, np.arange(header.num_tokens))
+        kv = read_unit(header, self._source.blob, Unit(0, layers, 0), extents, deadline)
+        keys, values = (tuple(kv[i][j] for i in range(layers)) for j in (0, 1))
+        return ChunkRecord(header.identity, keys, values, header.prefill_ms)
+
+    def close(self) -> None:
+        for reader in self._readers:
+            reader.close()
+        self._source.blob.close()
+
+
+class RecordTier:
+    """Records on one medium for one model layout. Thread-safe."""
+
+    def __init__(self, blobs: Blobs, layout: KVLayout, codec: CodecName, loading: Loading) -> None:
+        self.blobs = blobs
+        self.name = blobs.name
+        self.counters = TierCounters()
+        self._layers = layer_rows(layout)
+        self._dtype = layout.dtype
+        self._codec = codec
+        self._loading = loading
+        self._lock = threading.Lock()
+
+    def find(
+        self,
+        wanted: Sequence[ChunkIdentity],
+        deadline: float,
+        promote: Promote | None = None,
+        promote_later: PromoteLater | None = None,
+    ) -> list[OpenRecord | Miss]:
+        """Open records, all at once, each on its own. ``deadline`` in ``time.monotonic()`` seconds."""
+
+        def open_one(one: ChunkIdentity) -> OpenRecord | Miss:
+            return self.open(one, deadline, promote, promote_later)
+
+        opens = [self._loading.pool.submit(_FIRST, partial(open_one, one)) for one in wanted]
+        found: list[OpenRecord | Miss] = []
+        for future in opens:
+            try:
+                found.append(future.result(timeout=max(0.0, deadline - time.monotonic())))
+            except (TimeoutError, CancelledError):
+                future.cancel()
+                future.add_done_callback(_close_late)
+                found.append(self._missed("deadline"))
+        return found
+
+    def open(
+        self,
+        wanted: ChunkIdentity,
+        deadline: float,
+        promote: Promote | None = None,
+        promote_later: PromoteLater | None = None,
+    ) -> OpenRecord | Miss:
+        """Open one record on this thread."""
+        try:
+            opened = self._open(wanted, deadline)
+        except TierError as error:
+            self._damaged(wanted.key, error.reason)
+            return self._missed(error.reason)
+        if opened is None:
+            return self._missed("evicted" if self.blobs.was_evicted(wanted.key) else "absent")
+        with self._lock:
+            self.counters.opens += 1
+            self.counters.hits += 1
+        blob, header = opened
+        source = Source(
+            tier=self.name,
+            header=header,
+            blob=blob,
+            min_read=self.blobs.min_read,
+            damaged=partial(self._damaged, wanted.key),
+            finished=self._count_load,
+            promote=promote,
+            promote_later=None if promote_later is None else partial(promote_later, self, wanted),
+        )
+        return OpenRecord(source, self._loading)
+
+    def holds(self, identity: ChunkIdentity, deadline: float) -> bool:
+        """True if the record is there and its header is right; neither counted nor a use."""
+        try:
+            opened = self._open(identity, deadline)
+        except TierError as error:
+            self._damaged(identity.key, error.reason)
+            return False
+        if opened is not None:
+            opened[0].close()
+        return opened is not None
+
+    def read_into(self, identity: ChunkIdentity, take: Promote, deadline: float) -> None:
+        """Read a whole record on this thread; what goes wrong is counted."""
+        found = self.open(identity, deadline)
+        if isinstance(found, Miss):
+            return
+        try:
+            take(found.read_all(deadline))
+        except TierError as error:
+            self._damaged(identity.key, error.reason)
+            self._count_load(error.reason, 0, 0.0)
+        finally:
+            found.close()
+
+    def put(self, key: ChunkKey, value: memoryview, hints: PutHints, deadline: float) -> bool:
+        """Write an encoded record; False, counted, if the medium refused or failed."""
+        start = time.perf_counter()
+        try:
+            self.blobs.put(key, value, hints, deadline)
+        except (TierError, Rejected) as error:
+            with self._lock:
+                self.counters.puts[error.reason] += 1
+            return False
+        with self._lock:
+            self.counters.puts["ok"] += 1
+            self.counters.bytes_written += len(value)
+            self.counters.write_seconds += time.perf_counter() - start
+        return True
+
+    def _open(self, wanted: ChunkIdentity, deadline: float) -> tuple[SharedBlob, Header] | None:
+        found = self.blobs.open(wanted.key, deadline)
+        if found is None:
+            return None
+        blob = SharedBlob(found)
+        try:
+            return blob, self._read_header(blob, wanted, deadline)
+        except BaseException:
+            blob.close()
+            raise
+
+    def _count_load(self, result: str, size: int, seconds: float) -> None:
+        with self._lock:
+            self.counters.loads[result] += 1
+            self.counters.bytes_read += size
+            self.counters.load_seconds += seconds
+
+    def _read_header(self, blob: Blob, wanted: ChunkIdentity, deadline: float) -> Header:
+        size = blob.size
+        with blob.read(0, min(size, FIRST_READ), deadline) as data:
+            length = header_length(data, size)
+            first = bytes(data)
+        if length > len(first):
+            with blob.read(0, length, deadline) as data:
+                first = bytes(data)
+        header = decode_header(memoryview(first), size, wanted.key)
+        check_identity(header, wanted)
+        if header.layers != self._layers or header.dtype != self._dtype or header.codec != self._codec:
+            raise TierError("layout", "another model's shapes")
+        return header
+
+    def _damaged(self, key: ChunkKey, reason: MissReason) -> None:
+        """Retract what is wrong for good, so that the next lookup misses at once and the record can be written anew."""
+        if reason not in DAMAGED:
+            return
+        try:
+            self.blobs.discard(key, reason)
+        except TierError:
+            with self._lock:
+                self.counters.loads["discard_failed"] += 1
+
+    def _missed(self, reason: MissReason) -> Miss:
+        with self._lock:
+            self.counters.opens += 1
+            self.counters.misses[reason] += 1
+        return Miss(reason, self.name)
+
+
+def _close_late(future: Future[OpenRecord | Miss]) -> None:
+    """An open that came too late: nobody will close its descriptor but this."""
+    if not future.cancelled() and future.exception() is None and isinstance(result := future.result(), OpenRecord):
+        result.close()

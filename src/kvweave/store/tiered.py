@@ -1,0 +1,213 @@
+"""Tiers composed into one store: host memory first, then slower media in the order given.
+
+A lookup asks the next tier only for what the ones before don't have. A record read in full moves up to host memory; what was
+read in part is fetched again, at leisure. Writes to slow tiers happen behind the request. Whatever a tier does wrong is a
+``Miss`` with a reason and a counter, never an error of the request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from kvweave.core.keys import ChunkIdentity, ChunkKey, Scope
+from kvweave.core.spec import KVLayout
+from kvweave.store.base import Blobs, ChunkRecord, EraseReceipt, Miss, PutHints, StoredChunk, StoreStats, TierError
+from kvweave.store.codec import CodecName, round_trip
+from kvweave.store.erasure import Eraser
+from kvweave.store.host import HostStore
+from kvweave.store.io_pool import IOPool, Staging
+from kvweave.store.ranking import HeadsLast, Ranking
+from kvweave.store.reader import Loading
+from kvweave.store.record import encode
+from kvweave.store.record_tier import RecordTier, TierCounters
+from kvweave.store.write_behind import WriteBehind
+
+LOG = logging.getLogger("kvweave.store")
+_BACKGROUND = 2**40  # a ticket behind all requests
+_PROMOTIONS = 64  # records on their way up in the background, at most
+
+
+@dataclass(frozen=True)
+class TierOptions:
+    """How tiers behind host memory are used. Sizes in bytes, times in seconds."""
+
+    codec: CodecName = "raw"
+    threads: int = 4
+    staging: int = 512 * 2**20
+    """Most bytes of loads on their way."""
+    write_queue: int = 2**30
+    """Most bytes that wait to be written, per tier."""
+    lookup_timeout: float = 2.0
+    load_timeout: float = 10.0
+    write_timeout: float = 60.0
+    secret: bytes = b""
+    """Shared by all machines that share a store; keys the tenants' keys."""
+    writer: str = "kvweave"
+
+
+@dataclass(frozen=True)
+class TierStats:
+    """One slow tier: its counters, what waits to be written, and what never was."""
+
+    counters: TierCounters
+    queued_records: int
+    queued_bytes: int
+    dropped: dict[str, int]
+
+
+class TieredStore:
+    """A ``ChunkStore`` of host memory and any number of media. Thread-safe; ``close`` writes what is queued."""
+
+    def __init__(
+        self,
+        host: HostStore,
+        media: Sequence[Blobs] = (),
+        *,
+        layout: KVLayout | None = None,
+        options: TierOptions | None = None,
+        ranking: Ranking | None = None,
+    ) -> None:
+        self.host = host
+        self.options = options or TierOptions()
+        self._ranking = ranking or HeadsLast()
+        self._pool = IOPool(self.options.threads)
+        self.staging = Staging(self.options.staging)
+        loading = Loading(self._pool, self.staging)
+        if media and layout is None:
+            raise ValueError("tiers need the layout of the model")
+        self.tiers = [RecordTier(m, layout, self.options.codec, loading) for m in media if layout is not None]
+        self._writers = {tier.name: WriteBehind(self._writer(tier), self.options.write_queue) for tier in self.tiers}
+        self._eraser = Eraser([t.blobs for t in self.tiers], host, self.options.secret)
+        self._promoting: set[ChunkKey] = set()
+
+    @property
+    def io_threads(self) -> int:
+        return self.options.threads
+
+    @property
+    def immediate(self) -> bool:
+        return not self.tiers
+
+    def ticket(self) -> int:
+        return self._pool.ticket()
+
+    def scope(self, tenant: str) -> Scope:
+        return self._eraser.scope(tenant)
+
+    def find(self, wanted: Sequence[ChunkIdentity]) -> list[StoredChunk | Miss]:
+        found = self.host.find(wanted)
+        deadline = time.monotonic() + self.options.lookup_timeout
+        for tier in self.tiers:
+            missing = [i for i, one in enumerate(found) if isinstance(one, Miss)]
+            answers = tier.find([wanted[i] for i in missing], deadline, self.host.put, self._promote_later)
+            for i, answer in zip(missing, answers, strict=True):
+                before = found[i]
+                if not isinstance(answer, Miss) or not isinstance(before, Miss) or _tells_more(answer, before):
+                    found[i] = answer
+        return found
+
+    def put(self, record: ChunkRecord, *, wait: bool = False) -> bool:
+        kept = record
+        if self.options.codec != "raw":  # all tiers must return the same numbers
+            keys, values = round_trip(record.keys, record.values, self.options.codec)
+            kept = dataclasses.replace(record, keys=keys, values=values)
+        held = self.host.put(kept)
+        return self._write(record, wait=wait) or held
+
+    def contains(self, identity: ChunkIdentity) -> bool:
+        return self.host.contains(identity) or any(self._holds(tier, identity) for tier in self.tiers)
+
+    def keep(self, identity: ChunkIdentity, *, wait: bool = False) -> bool:
+        record = self.host.peek(identity.key)
+        if record is not None:
+            self._write(record, wait=wait)
+            return True
+        return any(self._holds(tier, identity) for tier in self.tiers)
+
+    def remove(self, keys: Iterable[ChunkKey]) -> int:
+        wanted = set(keys)
+        for writer in self._writers.values():
+            writer.cancel(wanted.__contains__)
+        removed = self.host.remove(wanted)
+        deadline = time.monotonic() + self.options.write_timeout
+        for tier in self.tiers:
+            try:
+                removed = max(removed, tier.blobs.delete(wanted, deadline))
+            except TierError as error:
+                LOG.warning("records could not be removed from tier %s: %s", tier.name, error)
+        return removed
+
+    def erase(self, tenant: str) -> EraseReceipt:
+        """Make everything a tenant stored unreachable in every tier and process, then remove it."""
+        tag = self.scope(tenant).tag
+        for writer in self._writers.values():
+            writer.cancel(lambda key: key.scope == tag)
+        return self._eraser.erase(tag)
+
+    def stats(self) -> StoreStats:
+        return self.host.stats()
+
+    def tier_stats(self) -> dict[str, TierStats]:
+        """By tier, host memory not among them."""
+        return {
+            tier.name: TierStats(
+                tier.counters.copy(), *self._writers[tier.name].queued, dict(self._writers[tier.name].dropped)
+            )
+            for tier in self.tiers
+        }
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until all queued writes are done; False if ``timeout`` (seconds) passed first."""
+        return all(writer.flush(timeout) for writer in self._writers.values())
+
+    def close(self, timeout: float | None = 60.0) -> None:
+        """Write what is queued (at most ``timeout`` seconds a tier), then close the media."""
+        for writer in self._writers.values():
+            writer.close(timeout)
+        self._pool.close()
+        self._eraser.close()
+        for tier in self.tiers:
+            tier.blobs.close()
+
+    def _write(self, record: ChunkRecord, *, wait: bool) -> bool:
+        """Queue a record for the tiers that lack it; True if one of them has it or will get it."""
+        held = False
+        epoch = self._eraser.known_epoch(record.key.scope)
+        for tier in self.tiers:
+            held |= self._holds(tier, record.identity) or self._writers[tier.name].offer(record, epoch, wait=wait)
+        return held
+
+    def _writer(self, tier: RecordTier) -> Callable[[ChunkRecord, int], None]:
+        def write(record: ChunkRecord, epoch: int) -> None:
+            value = encode(record, self._ranking, self.options.codec, self.options.writer)
+            hints = PutHints(record.prefill_ms, len(record.identity.token_ids), epoch)
+            tier.put(record.key, value, hints, time.monotonic() + self.options.write_timeout)
+
+        return write
+
+    def _holds(self, tier: RecordTier, identity: ChunkIdentity) -> bool:
+        return tier.holds(identity, time.monotonic() + self.options.lookup_timeout)
+
+    def _promote_later(self, tier: RecordTier, identity: ChunkIdentity) -> None:
+        """Read a whole record into host memory when no request waits for the pool."""
+        if identity.key in self._promoting or len(self._promoting) >= _PROMOTIONS or self.host.contains(identity):
+            return
+        self._promoting.add(identity.key)
+
+        def promote() -> None:
+            try:
+                tier.read_into(identity, self.host.put, time.monotonic() + self.options.load_timeout)
+            finally:
+                self._promoting.discard(identity.key)
+
+        self._pool.submit((_BACKGROUND, 0), promote)
+
+
+def _tells_more(answer: Miss, before: Miss) -> bool:
+    """A failure tells more than an eviction, that more than an absence."""
+    rank = {"absent": 0, "evicted": 1, "deleted": 1}
+    return rank.get(answer.reason, 2) > rank.get(before.reason, 2)

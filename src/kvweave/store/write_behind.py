@@ -1,0 +1,152 @@
+"""Writes to slow tiers, behind the request that made the record.
+
+The queue is bounded in bytes. Full, it never makes a request wait: the record of the lowest priority is dropped, counted
+and logged. Who can wait (a precompute job) says so and gets room.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvweave.core.keys import ChunkKey
+from kvweave.store.base import ChunkRecord
+
+LOG = logging.getLogger("kvweave.store")
+Priority = Literal[0, 1]
+"""1: asked for (precompute); 0: because there was an occasion (demotion)."""
+
+
+@dataclass(order=True)
+class _Entry:
+    priority: int
+    number: int
+    record: ChunkRecord = field(compare=False)
+    epoch: int = field(compare=False)
+
+
+class WriteBehind:
+    """One thread that hands records to ``write``. The record is referred to until ``write`` has returned.
+
+    ``write`` gets the record and the tenant's epoch at the time it was offered.
+    """
+
+    def __init__(self, write: Callable[[ChunkRecord, int], None], max_bytes: int) -> None:
+        self._write = write
+        self._max_bytes = max_bytes
+        self._entries: dict[ChunkKey, _Entry] = {}
+        self._writing: ChunkRecord | None = None
+        self._bytes = 0
+        self._number = 0
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self.dropped: Counter[str] = Counter()
+        """Records that were never written, by reason: full, deleted, closed, error."""
+
+    @property
+    def queued(self) -> tuple[int, int]:
+        """Records and bytes that wait or are being written."""
+        with self._changed:
+            busy = self._writing
+            return len(self._entries) + (busy is not None), self._bytes + (busy.num_bytes if busy is not None else 0)
+
+    def offer(self, record: ChunkRecord, epoch: int, priority: Priority = 1, *, wait: bool = False) -> bool:
+        """Queue a record; False if it was dropped. With ``wait`` it waits for room instead."""
+        size = record.num_bytes
+        with self._changed:
+            if record.key in self._entries or (self._writing is not None and self._writing.key == record.key):
+                return True
+            if wait:
+                self._changed.wait_for(lambda: self._closed or self._fits(size))
+            if self._closed:
+                self._drop(record, "closed")
+                return False
+            if not self._fits(size) and not self._make_room(size, priority):
+                self._drop(record, "full")
+                return False
+            self._number += 1
+            self._entries[record.key] = _Entry(priority, -self._number, record, epoch)
+            self._bytes += size
+            self._start()
+            self._changed.notify_all()
+            return True
+
+    def cancel(self, wanted: Callable[[ChunkKey], bool]) -> int:
+        """Forget queued writes, and wait for the one being written if it is meant; returns how many were forgotten."""
+        with self._changed:
+            gone = [key for key in self._entries if wanted(key)]
+            for key in gone:
+                self._bytes -= self._entries.pop(key).record.num_bytes
+            self.dropped["deleted"] += len(gone)
+            self._changed.wait_for(lambda: self._writing is None or not wanted(self._writing.key))
+            self._changed.notify_all()
+            return len(gone)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until everything offered so far is written; False if ``timeout`` (seconds) passed first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._entries and self._writing is None, timeout)
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Write what is queued, then stop. False if ``timeout`` passed: the rest is dropped, counted and logged."""
+        done = self.flush(timeout)
+        with self._changed:
+            self._closed = True
+            for entry in self._entries.values():
+                self._drop(entry.record, "closed")
+            self._entries.clear()
+            self._bytes = 0
+            self._changed.notify_all()
+        if self._thread is not None and done:
+            self._thread.join()
+        return done
+
+    def _fits(self, size: int) -> bool:
+        return self._bytes + size <= self._max_bytes or (not self._entries and self._writing is None)
+
+    def _make_room(self, size: int, priority: int) -> bool:
+        """Drop what matters less; what matters as much and came earlier stays."""
+        for key, entry in sorted(self._entries.items(), key=lambda item: item[1]):
+            if self._bytes + size <= self._max_bytes or entry.priority >= priority:
+                break
+            del self._entries[key]
+            self._bytes -= entry.record.num_bytes
+            self._drop(entry.record, "full")
+        return self._bytes + size <= self._max_bytes
+
+    def _drop(self, record: ChunkRecord, why: str) -> None:
+        self.dropped[why] += 1
+        LOG.warning("a record of %d tokens was not written to the slower tiers: %s", len(record.identity.token_ids), why)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvweave-write-behind", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._entries)
+                if not self._entries:
+                    return
+                key, entry = max(self._entries.items(), key=lambda item: item[1])  # most important, then oldest
+                del self._entries[key]
+                self._bytes -= entry.record.num_bytes
+                self._writing = entry.record
+            start = time.perf_counter()
+            try:
+                self._write(entry.record, entry.epoch)
+            except Exception:  # a bug in a tier must not end the thread that all others write through
+                LOG.exception("a write failed after %.1f s", time.perf_counter() - start)
+                self.dropped["error"] += 1
+            finally:
+                with self._changed:
+                    self._writing = None
+                    self._changed.notify_all()
+                del entry
