@@ -62,8 +62,10 @@ class Question:
         m = math.ceil(self.ratio * n)
         if not 0 < m < n:
             return static_work(request, m)
-        forced = request.forced.numel()
-        return Work(((forced,) * layers, (forced + m,) * layers), loaded=n)
+        forced = request.forced
+        holes = int((forced < request.candidates[-1]).sum())
+        passes = (holes, forced.numel() - holes, forced.numel() + m)
+        return Work(tuple((rows,) * layers for rows in passes if rows), loaded=n)
 
 
 @dataclass

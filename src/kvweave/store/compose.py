@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from contextlib import ExitStack
 
-from kvweave import __version__
 from kvweave.config import Tiers, parse_size
 from kvweave.core.spec import KVLayout
 from kvweave.errors import InvalidOption
@@ -25,7 +25,7 @@ def open_store(host_bytes: int, tiers: Tiers, layout: KVLayout) -> TieredStore:
         lookup_timeout=tiers.lookup_timeout,
         load_timeout=tiers.load_timeout,
         secret=_secret(tiers),
-        writer=f"kvweave {__version__}",
+        writer=f"kvweave {importlib.metadata.version('kvweave')}",
     )
     with ExitStack() as opened:  # what was opened before a tier fails is closed again
         media: list[Blobs] = []

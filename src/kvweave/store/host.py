@@ -54,7 +54,7 @@ class HostStore:
             if record.key in self._records:
                 self._records.move_to_end(record.key)
                 return True
-            if size > min(self._budget, self._quota):
+            if not self.admits(size):
                 self._refused += 1
                 return False
             while self._bytes[scope] + size > self._quota:
@@ -69,6 +69,10 @@ class HostStore:
     def contains(self, identity: ChunkIdentity) -> bool:
         with self._lock:
             return identity.key in self._records
+
+    def admits(self, size: int) -> bool:
+        """True if a record of so many bytes could be held at all."""
+        return size <= min(self._budget, self._quota)
 
     def peek(self, key: ChunkKey) -> ChunkRecord | None:
         """The record, if it is held; neither counted nor a use."""

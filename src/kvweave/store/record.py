@@ -17,6 +17,7 @@ the size of the value.
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import struct
 import time
@@ -41,8 +42,11 @@ PAGE = 4096
 FIRST_READ = 16 * 1024
 """Bytes that hold the whole header of a usual record."""
 LARGEST_HEADER = 64 * 2**20
+LARGEST_TEXT = 2**20
+"""Bytes of JSON: parsed, it takes many times its length in memory."""
 _PROLOGUE = struct.Struct("<8sIIIIQ16s16s")
 _DIGEST = 16
+SCOPE_BYTES = 8
 _NONSENSE = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 """What parsing a header with a right digest raises when it makes no sense."""
 
@@ -177,7 +181,7 @@ def _prologue(first: memoryview, size: int) -> tuple[Any, ...]:
         raise TierError("version", f"version {version}")
     if total != size:
         raise TierError("short", f"{size} of {total} bytes")
-    if not _PROLOGUE.size + text_length <= length <= min(size, LARGEST_HEADER):
+    if text_length > LARGEST_TEXT or not _PROLOGUE.size + text_length <= length <= min(size, LARGEST_HEADER):
         raise TierError("layout", "header length")
     return fields
 
@@ -205,8 +209,11 @@ def _parse(body: bytes, text_length: int, total: int, content: bytes) -> Header:
     starts = list(accumulate(lengths, initial=_pages(_PROLOGUE.size + len(body))))  # not numpy's: its sums wrap around
     if starts[-1] != total:
         raise ValueError("total length")
+    scope, prefill_ms, created = bytes.fromhex(about["scope"]), float(about["prefill_ms"]), float(about["created"])
+    if len(scope) != SCOPE_BYTES or not (math.isfinite(prefill_ms) and math.isfinite(created)):
+        raise ValueError("scope or times")
     fingerprint = ModelFingerprint(tuple((str(k), str(v)) for k, v in about["fingerprint"]))
-    key = ChunkKey(fingerprint.digest[:8], bytes.fromhex(about["scope"]), content)
+    key = ChunkKey(fingerprint.digest[:8], scope, content)
     return Header(
         identity=ChunkIdentity(key, tuple(tokens.tolist()), tuple(anchors.tolist()), fingerprint),
         layers=layers,
@@ -218,8 +225,8 @@ def _parse(body: bytes, text_length: int, total: int, content: bytes) -> Header:
         digests=np.frombuffer(body[at[3] :], np.uint8).reshape(len(layers), groups, _DIGEST),
         offsets=tuple(starts[:-1]),
         total=total,
-        prefill_ms=float(about["prefill_ms"]),
-        created=float(about["created"]),
+        prefill_ms=prefill_ms,
+        created=created,
         writer=str(about["writer"]),
     )
 

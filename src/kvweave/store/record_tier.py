@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
@@ -22,8 +23,23 @@ from kvweave.store.reader import Extents, Loading, RecordReader, SharedBlob, Sou
 from kvweave.store.record import FIRST_READ, Header, check_identity, decode_header, header_length
 
 Promote = Callable[[ChunkRecord], object]
-PromoteLater = Callable[["RecordTier", ChunkIdentity], None]
+PromoteLater = Callable[["RecordTier", ChunkIdentity, int], None]
 _FIRST = (0, 0)  # opening goes before every load
+BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Seconds; upper bounds of the classes of ``Times``, a last one without a bound behind them."""
+
+
+@dataclass
+class Times:
+    """How long something took, as a histogram."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
+    total: float = 0.0
+    """Seconds."""
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(BOUNDS, seconds)] += 1
+        self.total += seconds
 
 
 @dataclass
@@ -33,14 +49,29 @@ class TierCounters:
     opens: int = 0
     hits: int = 0
     misses: Counter[MissReason] = field(default_factory=Counter)
+    hit_tokens: int = 0
+    missed_tokens: int = 0
     loads: Counter[str] = field(default_factory=Counter)
-    """ok, or the reason of a load that failed."""
+    """ok, dropped (closed before the last layer), or the reason of a load that failed."""
     puts: Counter[str] = field(default_factory=Counter)
     """ok, or why not: io, no_room, quota, read_only, stale."""
     bytes_written: int = 0
     write_seconds: float = 0.0
     bytes_read: int = 0
     load_seconds: float = 0.0
+    load_times: Times = field(default_factory=Times)
+    """Of the loads that are ok. A load's seconds add up over the threads that read for it."""
+    put_times: Times = field(default_factory=Times)
+    saved_seconds: float = 0.0
+    """Where loading took less than computing would have: the sum of the differences."""
+    lost_seconds: float = 0.0
+    """Where loading took longer."""
+    promotions: Counter[bool] = field(default_factory=Counter)
+    """Records that host memory took, or didn't."""
+    damaged: Counter[MissReason] = field(default_factory=Counter)
+    """Records that were found to be wrong for good."""
+    discards_failed: int = 0
+    """Damaged records that the medium couldn't take away."""
 
     def copy(self) -> TierCounters:
         return copy.deepcopy(self)
@@ -120,7 +151,7 @@ class RecordTier:
             except (TimeoutError, CancelledError):
                 future.cancel()
                 future.add_done_callback(_close_late)
-                found.append(self._missed("deadline"))
+                found.append(self._missed("deadline", len(wanted[len(found)].token_ids)))
         return found
 
     def open(
@@ -135,12 +166,14 @@ class RecordTier:
             opened = self._open(wanted, deadline)
         except TierError as error:
             self._damaged(wanted.key, error.reason)
-            return self._missed(error.reason)
+            return self._missed(error.reason, len(wanted.token_ids))
         if opened is None:
-            return self._missed("evicted" if self.blobs.was_evicted(wanted.key) else "absent")
+            reason: MissReason = "evicted" if self.blobs.was_evicted(wanted.key) else "absent"
+            return self._missed(reason, len(wanted.token_ids))
         with self._lock:
             self.counters.opens += 1
             self.counters.hits += 1
+            self.counters.hit_tokens += len(wanted.token_ids)
         blob, header = opened
         source = Source(
             tier=self.name,
@@ -148,9 +181,9 @@ class RecordTier:
             blob=blob,
             min_read=self.blobs.min_read,
             damaged=partial(self._damaged, wanted.key),
-            finished=self._count_load,
-            promote=promote,
-            promote_later=None if promote_later is None else partial(promote_later, self, wanted),
+            finished=partial(self._count_load, header.prefill_ms / 1e3),
+            promote=None if promote is None else partial(self._promote, promote),
+            promote_later=None if promote_later is None else partial(promote_later, self, wanted, header.total),
         )
         return OpenRecord(source, self._loading)
 
@@ -171,10 +204,10 @@ class RecordTier:
         if isinstance(found, Miss):
             return
         try:
-            take(found.read_all(deadline))
+            self._promote(take, found.read_all(deadline))
         except TierError as error:
             self._damaged(identity.key, error.reason)
-            self._count_load(error.reason, 0, 0.0)
+            self._count_load(0.0, error.reason, 0, 0.0)
         finally:
             found.close()
 
@@ -187,11 +220,18 @@ class RecordTier:
             with self._lock:
                 self.counters.puts[error.reason] += 1
             return False
+        seconds = time.perf_counter() - start
         with self._lock:
             self.counters.puts["ok"] += 1
             self.counters.bytes_written += len(value)
-            self.counters.write_seconds += time.perf_counter() - start
+            self.counters.write_seconds += seconds
+            self.counters.put_times.add(seconds)
         return True
+
+    def snapshot(self) -> TierCounters:
+        """A copy of the counters, all of one moment."""
+        with self._lock:
+            return self.counters.copy()
 
     def _open(self, wanted: ChunkIdentity, deadline: float) -> tuple[SharedBlob, Header] | None:
         found = self.blobs.open(wanted.key, deadline)
@@ -204,11 +244,20 @@ class RecordTier:
             blob.close()
             raise
 
-    def _count_load(self, result: str, size: int, seconds: float) -> None:
+    def _count_load(self, prefill_seconds: float, result: str, size: int, seconds: float) -> None:
         with self._lock:
             self.counters.loads[result] += 1
             self.counters.bytes_read += size
             self.counters.load_seconds += seconds
+            if result == "ok":
+                self.counters.load_times.add(seconds)
+                self.counters.saved_seconds += max(0.0, prefill_seconds - seconds)
+                self.counters.lost_seconds += max(0.0, seconds - prefill_seconds)
+
+    def _promote(self, take: Promote, record: ChunkRecord) -> None:
+        taken = bool(take(record))
+        with self._lock:
+            self.counters.promotions[taken] += 1
 
     def _read_header(self, blob: Blob, wanted: ChunkIdentity, deadline: float) -> Header:
         size = blob.size
@@ -228,16 +277,19 @@ class RecordTier:
         """Retract what is wrong for good, so that the next lookup misses at once and the record can be written anew."""
         if reason not in DAMAGED:
             return
+        with self._lock:
+            self.counters.damaged[reason] += 1
         try:
             self.blobs.discard(key, reason)
         except TierError:
             with self._lock:
-                self.counters.loads["discard_failed"] += 1
+                self.counters.discards_failed += 1
 
-    def _missed(self, reason: MissReason) -> Miss:
+    def _missed(self, reason: MissReason, tokens: int) -> Miss:
         with self._lock:
             self.counters.opens += 1
             self.counters.misses[reason] += 1
+            self.counters.missed_tokens += tokens
         return Miss(reason, self.name)
 
 

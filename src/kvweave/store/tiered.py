@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from kvweave.core.keys import ChunkIdentity, ChunkKey, Scope
@@ -82,7 +83,7 @@ class TieredStore:
         self.tiers = [RecordTier(m, layout, self.options.codec, loading) for m in media if layout is not None]
         self._writers = {tier.name: WriteBehind(self._writer(tier), self.options.write_queue) for tier in self.tiers}
         self._eraser = Eraser([t.blobs for t in self.tiers], host, self.options.secret)
-        self._promoting: set[ChunkKey] = set()
+        self._promoting: dict[ChunkKey, Future[None]] = {}
 
     @property
     def io_threads(self) -> int:
@@ -151,18 +152,24 @@ class TieredStore:
     def stats(self) -> StoreStats:
         return self.host.stats()
 
+    @property
+    def pending_erasures(self) -> int:
+        """Removals that a tier couldn't be told of yet, or couldn't do; they are tried again."""
+        return self._eraser.pending()
+
     def tier_stats(self) -> dict[str, TierStats]:
         """By tier, host memory not among them."""
         return {
             tier.name: TierStats(
-                tier.counters.copy(), *self._writers[tier.name].queued, dict(self._writers[tier.name].dropped)
+                tier.snapshot(), *self._writers[tier.name].queued, dict(self._writers[tier.name].dropped)
             )
             for tier in self.tiers
         }
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until all queued writes are done; False if ``timeout`` (seconds) passed first."""
-        return all(writer.flush(timeout) for writer in self._writers.values())
+        """Wait until all queued writes and promotions are done; False if ``timeout`` (seconds, each) passed first."""
+        written = all(writer.flush(timeout) for writer in self._writers.values())
+        return not wait(list(self._promoting.values()), timeout).not_done and written
 
     def close(self, timeout: float | None = 60.0) -> None:
         """Write what is queued (at most ``timeout`` seconds a tier), then close the media."""
@@ -192,19 +199,18 @@ class TieredStore:
     def _holds(self, tier: RecordTier, identity: ChunkIdentity) -> bool:
         return tier.holds(identity, time.monotonic() + self.options.lookup_timeout)
 
-    def _promote_later(self, tier: RecordTier, identity: ChunkIdentity) -> None:
+    def _promote_later(self, tier: RecordTier, identity: ChunkIdentity, size: int) -> None:
         """Read a whole record into host memory when no request waits for the pool."""
-        if identity.key in self._promoting or len(self._promoting) >= _PROMOTIONS or self.host.contains(identity):
+        held = identity.key in self._promoting or self.host.contains(identity)
+        if held or len(self._promoting) >= _PROMOTIONS or not self.host.admits(size):
             return
-        self._promoting.add(identity.key)
 
         def promote() -> None:
-            try:
-                tier.read_into(identity, self.host.put, time.monotonic() + self.options.load_timeout)
-            finally:
-                self._promoting.discard(identity.key)
+            tier.read_into(identity, self.host.put, time.monotonic() + self.options.load_timeout)
 
-        self._pool.submit((_BACKGROUND, 0), promote)
+        promoted = self._pool.submit((_BACKGROUND, 0), promote)
+        self._promoting[identity.key] = promoted
+        promoted.add_done_callback(lambda _: self._promoting.pop(identity.key, None))
 
 
 def _tells_more(answer: Miss, before: Miss) -> bool:

@@ -1,0 +1,294 @@
+"""Chunks that lie on a medium: loads layer by layer, what a failing one costs, and what the report says of it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvweave.reuse.controller import Costs
+from kvweave.store.base import Blobs
+from kvweave.store.host import HostStore
+from kvweave.store.memory_blobs import MemoryBlobs
+from kvweave.store.record import GROUP
+from kvweave.store.tiered import TieredStore, TierOptions
+from tests.lab import BOS, Lab, close, doc, prompt_of, standard
+from tests.store.media import Fault, FaultyBlobs, RecordingBlobs, always
+
+TECHNIQUES = ("naive", "epic:k=4", "epic:ratio=0.3", "random:ratio=0.3", "cacheblend:ratio=0.3", "question:ratio=0.3")
+
+
+@dataclass
+class TieredLab(Lab):
+    """An engine whose chunks never stay in host memory (unless ``host`` bytes say so)."""
+
+    medium: Blobs | None = None
+    host: int = 0
+    options: TierOptions | None = None
+
+    def make_store(self) -> TieredStore:
+        medium = self.medium or MemoryBlobs()
+        return TieredStore(HostStore(self.host), [medium], layout=self.model.layout, options=self.options or TierOptions())
+
+
+def filled(medium: Blobs, documents: list[list[int]], **changes: object) -> TieredLab:
+    lab = TieredLab(medium=medium, **changes)  # type: ignore[arg-type]
+    lab.precompute(*documents)
+    assert lab.store.flush(10)
+    return lab
+
+
+def in_memory(documents: list[list[int]], family: str = "llama") -> Lab:
+    lab = Lab(family)
+    lab.precompute(*documents)
+    return lab
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "smollm3", "cohere2", "glm4"])
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_bit_for_bit_what_memory_gives(technique: str, family: str) -> None:
+    documents, prompt = standard()
+    near, far = in_memory(documents, family), filled(MemoryBlobs(), documents, family=family)
+    a, b = near.run(prompt, technique, max_tokens=3), far.run(prompt, technique, max_tokens=3)
+    assert torch.equal(a.logits, b.logits)
+    assert all(torch.equal(x, y) for x, y in zip([*a.keys, *a.values], [*b.keys, *b.values], strict=True))
+    assert a.token_ids == b.token_ids
+    assert a.report.ran == b.report.ran
+    if a.report.ran == "fused":
+        assert list(b.report.loads) == ["memory"]
+        assert {s.tiers for s in b.report.segments} == {("memory",)}
+
+
+def test_rows_that_are_recomputed_are_not_read() -> None:
+    """One contiguous read a layer, of the rows that are kept, rounded up to a group."""
+    documents = [doc(96, 1), doc(96, 2)]
+    prompt = prompt_of([BOS, 5], *(("doc", d) for d in documents), doc(7, 3))
+    medium = RecordingBlobs(MemoryBlobs())
+    lab = filled(medium, documents, chunking=replace(Lab().chunking, size=96))
+    layers, row = lab.model.layout.num_layers, lab.model.layout.bytes_per_token // lab.model.layout.num_layers
+    for ratio in (0.15, 0.3, 0.5):
+        medium.calls.clear()
+        lab.forget_prefixes()
+        report = lab.run(prompt, f"epic:ratio={ratio}").report
+        kept = 96 - -(-int(ratio * 192 + 0.999999) // 2)
+        rows = -(-kept // GROUP) * GROUP
+        sections = [c for c in medium.of("read") if c.offset]
+        assert len(sections) == layers * len(documents)
+        assert {c.bytes for c in sections} == {rows * row}
+        assert report.loads["memory"].bytes == layers * len(documents) * rows * row
+
+
+def test_nothing_is_read_below_the_check_layer() -> None:
+    documents, prompt = standard()
+    medium = RecordingBlobs(MemoryBlobs())
+    lab = filled(medium, documents)
+    medium.calls.clear()
+    lab.run(prompt, "cacheblend:ratio=0.3,check_layer=2")
+    layers = lab.model.layout.num_layers
+    sections = [c for c in medium.of("read") if c.offset]
+    pieces = {c.key for c in sections}
+    assert len(sections) == (layers - 2) * len(pieces)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10_000), technique=st.sampled_from(TECHNIQUES), staging=st.sampled_from([0, 3_000, 2**20]))
+def test_delays_and_a_small_staging_area_change_nothing(seed: int, technique: str, staging: int) -> None:
+    """T18: whatever order the bytes arrive in, the result has the same bits; public failure 18: nothing spins or hangs."""
+    documents, prompt = standard()
+    rng = random.Random(seed)
+    medium = FaultyBlobs(MemoryBlobs())
+    lab = filled(medium, documents, options=TierOptions(staging=staging, threads=3))
+    medium.choose = lambda operation: rng.choice([0.0, 0.0, 0.002])
+    assert torch.equal(lab.run(prompt, technique).logits, in_memory(documents).run(prompt, technique).logits)
+    assert lab.store.staging.used == 0
+
+
+def in_read(number: int, fault: Fault, *, and_after: bool = False) -> Callable[[str], Fault]:
+    """``fault`` in one read; the first four of a ``standard`` prompt are those of the headers."""
+    reads = itertools.count()
+
+    def choose(operation: str) -> Fault:
+        at = next(reads) if operation == "read" else -1
+        return fault if at == number or (and_after and at > number) else None
+
+    return choose
+
+
+HEADERS = 4
+BROKEN: dict[str, Callable[[], Callable[[str], Fault]]] = {
+    "one bit": lambda: in_read(HEADERS + 1, "flip"),
+    "the end": lambda: in_read(HEADERS + 3, "cut"),
+    "every read": lambda: always("io", "read"),
+    "every open": lambda: always("io", "open"),
+    "no memory": lambda: always("no_memory", "read"),
+    "too late": lambda: always("deadline", "read"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.parametrize("technique", ["epic:k=4", "cacheblend:ratio=0.3", "question:ratio=0.3", "prefix"])
+def test_what_fails_is_computed_counted_and_named(technique: str, what: str) -> None:
+    """Failures before and after a Select, of some or of all chunks: a right answer, and nothing left behind."""
+    documents, prompt = standard()
+    medium = FaultyBlobs(MemoryBlobs())
+    recording = RecordingBlobs(medium)
+    lab = filled(recording, documents)
+    medium.choose = BROKEN[what]()
+    result = lab.run(prompt, technique, keep=2)
+    report = result.report
+    lost = [s for s in report.segments if s.reason is not None]
+    if report.ran == "exact":
+        assert close(result.logits, lab.native(prompt)[-2:])
+        assert technique == "prefix" or report.fallback_reason in ("bad_record", "load_timeout", "no_chunk_hit")
+    else:  # the rest was worth its technique: as if the lost chunks had never been stored
+        assert lost
+        assert report.prefilled_tokens > Lab().run(prompt, "full").report.prompt_tokens - sum(map(len, documents))
+    failed = sum(lab.engine.counters.lost_loads.values())
+    misses = lab.store.tiers[0].counters.misses
+    assert failed + sum(misses.values()) - misses["absent"] >= (0 if technique == "prefix" and not lost else 1)
+    assert lab.store.staging.used == 0
+    assert recording.opened == recording.closed
+    medium.choose = lambda operation: None
+    healed = lab.run(prompt, "full", keep=2)
+    assert close(healed.logits, lab.native(prompt)[-2:])
+
+
+def test_a_lost_chunk_is_a_hole() -> None:
+    """With one record damaged the others are fused, as if that document had never been precomputed."""
+    documents, prompt = standard()
+    medium = FaultyBlobs(MemoryBlobs())
+    lab = filled(medium, documents)
+    medium.choose = in_read(HEADERS + 2, "flip")
+    result = lab.run(prompt, "epic:k=4")
+    (lost,) = [s for s in result.report.segments if s.reason is not None]
+    assert lost.reason == "checksum"
+    others = Lab()
+    chunks = {p.identity.key for d in documents for p in others.engine.parts.chunks.pieces(d, (BOS,))}
+    others.precompute(*documents)
+    missing = chunks - set(lab.store.tiers[0].blobs.blobs._values)  # type: ignore[attr-defined]
+    assert len(missing) == 1, "the damaged record was thrown away"
+    others.store.remove(missing)
+    assert close(result.logits, others.run(prompt, "epic:k=4").logits)
+
+
+def test_a_late_medium_costs_the_deadline_and_no_more() -> None:
+    documents, prompt = standard()
+    medium = FaultyBlobs(MemoryBlobs())
+    lab = filled(medium, documents)
+    lab.engine.parts = replace(lab.engine.parts, load_timeout=0.2)
+    medium.choose = in_read(HEADERS, 30.0, and_after=True)
+    result = lab.run(prompt, "epic:k=4", keep=2)
+    assert (result.report.ran, result.report.fallback_reason) == ("exact", "load_timeout")
+    assert close(result.logits, lab.native(prompt)[-2:])
+    assert 150 < result.report.timings["load_wait_ms"] < 2_000
+
+
+def test_a_late_load_doesnt_hold_up_the_others() -> None:
+    documents, prompt = standard()
+    medium = FaultyBlobs(MemoryBlobs())
+    lab = filled(medium, documents)
+    medium.choose = lambda operation: 0.3 if operation == "read" else None
+    late = lab.add(prompt, "epic:k=4")
+    quick = [lab.add(prompt_of([BOS, 4], doc(9, i)), "full", max_tokens=3) for i in range(3)]
+    finished: list[int] = []
+    while any(s.output is None for s in (late, *quick)):
+        finished += [id(s) for s in lab.engine.step() if s.output is not None]
+    assert finished.index(id(late)) == 3
+    assert late.output is not None
+    assert late.output.reuse.ran == "fused"
+
+
+def test_a_record_read_in_full_moves_up_and_one_read_in_part_follows() -> None:
+    documents, prompt = standard()
+    for technique in ("naive", "epic:k=4"):
+        medium = RecordingBlobs(MemoryBlobs())
+        filled(medium, documents)
+        lab = TieredLab(medium=medium, host=2**30)
+        first = lab.run(prompt, technique)
+        assert lab.store.flush(10)
+        lab.forget_prefixes()
+        medium.calls.clear()
+        second = lab.run(prompt, technique)
+        assert list(first.report.loads) == ["memory"]
+        assert list(second.report.loads) == ["host"]
+        assert not medium.of("read")
+        assert torch.equal(first.logits, second.logits)
+
+
+def test_the_controller_raises_the_ratio_and_declines_what_loses() -> None:
+    documents, prompt = standard()
+    lab = filled(MemoryBlobs(), documents)
+    lab.engine.parts = replace(lab.engine.parts, controller="auto")
+    assert lab.run(prompt, "epic:ratio=0.2").report.controller is None, "nothing was measured yet"
+    ratios = []
+    for rate in (1e12, 1.2e6, 1e3):
+        lab.forget_prefixes()
+        lab.engine.profile.costs = lambda rate=rate: Costs(lambda rows, keys: 1e-3 * rows, {"memory": rate})  # type: ignore[method-assign, misc]
+        report = lab.run(prompt, "epic:ratio=0.2").report
+        assert report.controller is not None
+        assert (report.ran, report.fallback_reason) == (("exact", "no_gain") if rate == 1e3 else ("fused", None))
+        ratios.append(report.controller.ratio)
+    assert 0.2 <= ratios[0] < 0.22 < ratios[1] < ratios[2] == 1.0
+
+
+def test_loads_teach_the_profile() -> None:
+    medium = FaultyBlobs(MemoryBlobs())
+    lab = filled(medium, [doc(300, 1)], chunking=replace(Lab().chunking, size=300))
+    medium.choose = lambda operation: 0.01 if operation == "read" else None
+    for rows in (128, 256, 384):
+        lab.engine.profile.note_prefill(rows, rows, rows * 1e-3)
+    lab.run(prompt_of([BOS, 5], ("doc", doc(300, 1)), doc(7, 3)), "naive")
+    costs = lab.engine.profile.costs()
+    assert costs is not None
+    section = 300 * lab.model.layout.bytes_per_token / lab.model.layout.num_layers
+    slowest, threads = section / 0.01, lab.store.io_threads
+    assert 0.2 * slowest * threads < costs.bandwidth["memory"] <= slowest * threads
+    assert costs.prefill(256, 256) == pytest.approx(0.256, rel=0.05)
+
+
+def test_erasure_reaches_prefixes_memory_and_media() -> None:
+    documents, prompt = standard()
+    lab = filled(MemoryBlobs(), documents, host=2**30)
+    lab.run(prompt, "naive")
+    assert lab.run(prompt, "prefix").report.cached_tokens > 0
+    receipt = lab.engine.erase()
+    assert {name: tier.state for name, tier in receipt.tiers.items()} == {"host": "deleted", "memory": "deleted"}
+    assert receipt.tiers["memory"].records == receipt.tiers["host"].records == 4
+    assert lab.engine.tree.num_tokens == 0
+    report = lab.run(prompt, "naive").report
+    assert (report.cached_tokens, report.fused_tokens) == (0, 0)
+    assert {s.reason for s in report.segments} == {"never_seen"}
+    lab.forget_prefixes()
+    lab.precompute(*documents)
+    assert lab.run(prompt, "naive").report.fused_tokens > 0, "the tenant may store again, under another key"
+
+
+def logits_of(lab: Lab, technique: str) -> Tensor:
+    return lab.run(standard()[1], technique).logits
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+def test_a_lossy_codec_is_never_exact_and_the_same_in_every_tier(codec: str) -> None:
+    documents, prompt = standard()
+    medium = MemoryBlobs()
+    options = TierOptions(codec=codec)  # type: ignore[arg-type]
+    near, far = TieredLab(medium=medium, host=2**30, options=options), TieredLab(medium=medium, options=options)
+    for lab in (near, far):
+        lab.engine.parts = replace(lab.engine.parts, chunks=replace(lab.engine.parts.chunks, lossy=True))
+    near.precompute(*documents)
+    near.store.flush(10)
+    a, b = near.run(prompt, "naive"), far.run(prompt, "naive")
+    assert torch.equal(a.logits, b.logits)
+    assert (list(a.report.loads), list(b.report.loads)) == (["host"], ["memory"])
+    raw = logits_of(in_memory(documents), "naive")
+    assert 0 < float((a.logits - raw).abs().max()) < 0.2
+    behind = prompt_of([BOS], ("doc", documents[1]), doc(7, 3))  # stands where its anchor says
+    assert in_memory(documents).run(behind, "prefix").report.cached_tokens > 0
+    assert far.run(behind, "prefix").report.cached_tokens <= 1, "BOS at most"
