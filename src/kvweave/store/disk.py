@@ -19,21 +19,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import json
 import os
-import re
-import socket
-import stat
 import threading
 import time
-import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
-
-import psutil
 
 from kvweave.core.keys import ChunkKey
 from kvweave.errors import InvalidOption, StoreError
@@ -48,10 +41,20 @@ from kvweave.store.catalog import (
     Claim,
     Uncounted,
     Usage,
-    lock_file,
-    private_file,
 )
 from kvweave.store.eviction import Cost, Entry, Limits, Need, Quota, make_policy, victims
+from kvweave.store.folder import (
+    READ_ONLY,
+    Epochs,
+    Owners,
+    entries,
+    folders,
+    is_hex,
+    make_folders,
+    prepare_root,
+    sync_folder,
+    unlink,
+)
 from kvweave.store.record import FIRST_READ, decode_header
 
 KEPT_DAMAGED = 16
@@ -59,13 +62,8 @@ FLUSH_SECONDS = 2.0
 """Uses are written to the catalogue this often."""
 COUNT_SECONDS = 30.0
 """What the first write waits at most for the files to be counted."""
-_MARKER = "kvweave-store.json"
 _TEMP = ".tmp-"
 _ROUNDS = 8
-_NETWORK = re.compile(
-    r"nfs\d?|cifs|smb\w*|9p|afs|ceph|glusterfs|lustre|beegfs|gpfs|davfs|ocfs2|fuse\.(sshfs|s3fs|rclone|ceph|gluster\w*|juicefs|goofys)"
-)
-_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -92,93 +90,6 @@ class DiskStats:
     rebuild_seconds: float
     """What the last comparison of catalogue and files took."""
     rejected: dict[str, int] = field(default_factory=dict)
-
-
-class Epochs:
-    """How often each tenant was erased: one small file a tenant, so that it survives the catalogue. Never cached here."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-
-    def read(self, scope: bytes) -> int:
-        """As it is now. Raises ``TierError``."""
-        try:
-            with open(self._path(scope), encoding="ascii") as file:
-                return int(file.read())
-        except FileNotFoundError:
-            return 0
-        except (OSError, ValueError) as error:  # without its epoch a tenant's records can't be trusted to be still allowed
-            raise TierError("io", f"epoch file {self._path(scope)}: {error}") from error
-
-    def raise_to(self, scope: bytes, epoch: int, patience: float) -> None:
-        """Durably, to at least ``epoch``. Raises ``TierError``."""
-        temp = f"{self._path(scope)}.{uuid.uuid4().hex}"
-        try:
-            lock = private_file(f"{self._folder}/lock")
-            try:
-                lock_file(lock, patience)
-                if self.read(scope) < epoch:
-                    descriptor = private_file(temp)
-                    with open(descriptor, "w", encoding="ascii") as file:
-                        file.write(str(epoch))
-                        file.flush()
-                        os.fsync(descriptor)
-                    os.rename(temp, self._path(scope))
-                    sync_folder(self._folder)
-            finally:
-                os.close(lock)
-        except OSError as error:
-            raise TierError("io", str(error)) from error
-
-    def _path(self, scope: bytes) -> str:
-        return f"{self._folder}/{scope.hex()}"
-
-
-class Owners:
-    """Which processes use the folder. Each holds a lock that the system takes back when it dies, however it dies.
-
-    Process ids wouldn't do: they are used again, and mean nothing in another container.
-    """
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-        host = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())[:32] or "host"
-        while True:
-            self.name = f"{host}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-            self._lock = private_file(self._path(self.name))
-            lock_file(self._lock, patience=5.0)
-            if os.fstat(self._lock).st_nlink:  # else: taken for a dead one's before it was locked
-                return
-            os.close(self._lock)
-
-    def alive(self, owner: str) -> bool:
-        if owner == self.name:
-            return True
-        try:
-            descriptor = os.open(self._path(owner), os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        try:
-            lock_file(descriptor, patience=0.0)
-        except TierError:
-            return True
-        finally:
-            os.close(descriptor)
-        return False
-
-    def remove_dead(self) -> None:
-        for file in os.listdir(self._folder):
-            if not self.alive(file.removesuffix(".lock")):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(f"{self._folder}/{file}")
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):  # the lock ends with the descriptor; an old file is removed by the next start
-            os.unlink(self._path(self.name))
-        os.close(self._lock)
-
-    def _path(self, owner: str) -> str:
-        return f"{self._folder}/{owner}.lock"
 
 
 class DiskBlobs:
@@ -315,7 +226,7 @@ class DiskBlobs:
             raise
         except (CatalogFull, OSError) as error:
             code = errno.ENOSPC if isinstance(error, CatalogFull) else error.errno
-            if code not in _FULL | _READ_ONLY:
+            if code not in _FULL | READ_ONLY:
                 raise self._failed(error) from error
             reason: Literal["no_room", "read_only"] = "no_room" if code in _FULL else "read_only"
             self._count(reason)
@@ -390,9 +301,9 @@ class DiskBlobs:
 
     def _finish(self, claim: Claim) -> None:
         """Remove what a write that ended early left behind. The record counts if it is there and not of an erased tenant."""
-        _unlink(f"{self._folder}/{claim.id}")
+        unlink(f"{self._folder}/{claim.id}")
         if self._epochs.read(_scope(claim.name)) > claim.epoch:
-            _unlink(self._path(claim.name))
+            unlink(self._path(claim.name))
         self._catalog.settle(claim)
 
     # Room
@@ -487,7 +398,7 @@ class DiskBlobs:
 
     def _drop(self, bad: str) -> None:
         try:
-            _unlink(f"{self._folder}/{bad}")
+            unlink(f"{self._folder}/{bad}")
             self._catalog.unclaim([bad])
         except (TierError, CatalogFull, OSError):  # counted by the next start, if it is still there then
             self._count("errors")
@@ -498,7 +409,7 @@ class DiskBlobs:
         files = sorted(os.listdir(folder), key=lambda file: file.rsplit("-", 1)[-1].rjust(24, "0"))
         old = files[: max(0, len(files) - keep)]
         for file in old:
-            _unlink(f"{folder}/{file}")
+            unlink(f"{folder}/{file}")
         if old:
             self._catalog.unclaim([f"damaged/{file}" for file in old])
         return bool(old)
@@ -509,7 +420,7 @@ class DiskBlobs:
     def _remove(self, names: Sequence[str]) -> int:
         self._refuse_read_only()
         try:
-            removed = sum(_unlink(self._path(name)) for name in names)
+            removed = sum(unlink(self._path(name)) for name in names)
         except OSError as error:
             raise self._failed(error) from error
         finally:
@@ -530,9 +441,9 @@ class DiskBlobs:
                         size += length
             bad = [file for file in os.listdir(f"{self._folder}/damaged") if f"-{tag}-" in file]
             for file in bad:
-                _unlink(f"{self._folder}/damaged/{file}")
-            for model in _folders(self._folder):
-                for part in (*_folders(f"{model}/{tag}"), f"{model}/{tag}"):
+                unlink(f"{self._folder}/damaged/{file}")
+            for model in folders(self._folder):
+                for part in (*folders(f"{model}/{tag}"), f"{model}/{tag}"):
                     with contextlib.suppress(OSError):  # not empty: a new record came
                         os.rmdir(part)
         except OSError as error:
@@ -703,7 +614,7 @@ class DiskBlobs:
         for path in temps:
             owner = os.path.basename(path).removeprefix(_TEMP).rpartition("-")[0]
             if not self._owners.alive(owner):
-                _unlink(path)
+                unlink(path)
         self._owners.remove_dead()
 
     def _count_damaged(self) -> None:
@@ -712,7 +623,7 @@ class DiskBlobs:
         self._catalog.unclaim(sorted(counted - found))
         for path in found - counted:
             parts = path.removeprefix("damaged/").split("-")
-            if len(parts) == 5 and all(map(_is_hex, parts[:4])):
+            if len(parts) == 5 and all(map(is_hex, parts[:4])):
                 with contextlib.suppress(FileNotFoundError):
                     size = os.stat(f"{self._folder}/{path}").st_size
                     self._catalog.claim(Claim(path, "/".join(parts[:4]), size, ""))
@@ -755,14 +666,14 @@ class DiskBlobs:
 
     def _files(self, tag: str | None = None) -> Iterator[tuple[str | None, os.DirEntry[str]]]:
         """Files of all records, or of one scope: with the record's name, or None for temporary ones. Unsorted."""
-        for model in _folders(self._folder):
-            for scope in _folders(model) if tag is None else [f"{model}/{tag}"]:
-                for part in _folders(scope):
+        for model in folders(self._folder):
+            for scope in folders(model) if tag is None else [f"{model}/{tag}"]:
+                for part in folders(scope):
                     place = os.path.relpath(part, self._folder)
-                    for entry in _entries(part):
+                    for entry in entries(part):
                         if entry.name.startswith(_TEMP):
                             yield None, entry
-                        elif entry.name.endswith(SUFFIX) and _is_hex(entry.name[: -len(SUFFIX)]):
+                        elif entry.name.endswith(SUFFIX) and is_hex(entry.name[: -len(SUFFIX)]):
                             yield f"{place}/{entry.name[: -len(SUFFIX)]}", entry
 
     def _listed(self, tag: str | None) -> list[Entry]:
@@ -806,121 +717,6 @@ def _check_options(policy: str, free_floor: float, direct: str, durability: str)
         raise InvalidOption(f"free_floor is {free_floor}. Give a share of the disk from 0 to below 1.")
     if direct not in ("auto", "on", "off") or durability not in ("cache", "durable"):
         raise InvalidOption(f"direct={direct!r}, durability={durability!r}: use auto, on or off; cache or durable.")
-
-
-def prepare_root(root: Path) -> bool:
-    """Make ``root`` a store folder if it is empty or missing; False if it is one that can't be written.
-
-    Raises ``InvalidOption`` where it is neither, can't be read, or lies on a network file system.
-    """
-    kind = file_system(root)
-    if _NETWORK.fullmatch(kind):
-        raise InvalidOption(
-            f"{root} lies on a network file system ({kind}), whose locks and renames can't be relied on. Use a local disk, "
-            "and a Redis or S3 tier to share between machines."
-        )
-    try:
-        if not root.exists():
-            root.parent.mkdir(parents=True, exist_ok=True)
-            make_folders(str(root.parent), str(root), durable=False)
-        marked = _check_marker(root)
-    except OSError as error:
-        raise InvalidOption(
-            f"The store folder {root} can't be used: {error.strerror}. Give a folder of your own."
-        ) from error
-    try:
-        if not marked:
-            temp = root / f".{_MARKER}.{uuid.uuid4().hex}"
-            os.close(private_file(str(temp)))
-            temp.write_text(json.dumps({"format": 1}))
-            os.rename(temp, root / _MARKER)
-        for name in ("epochs", "owners", "damaged"):
-            make_folders(str(root), str(root / "v1" / name), durable=True)
-        probe = root / "v1" / "owners" / f"probe-{uuid.uuid4().hex}"
-        os.close(private_file(str(probe)))
-        _unlink(str(probe))
-    except OSError as error:
-        if error.errno not in _READ_ONLY or not marked:
-            raise InvalidOption(
-                f"The store folder {root} can't be written: {error.strerror}. Make room or change it."
-            ) from error
-        return False
-    return True
-
-
-def _check_marker(root: Path) -> bool:
-    """True if the folder is a store; ``InvalidOption`` if it is something else."""
-    names = set(os.listdir(root))
-    if _MARKER not in names and not (root / _MARKER).exists():  # the second look: another process may just have made it
-        alien = sorted(n for n in names if not n.startswith(f".{_MARKER}") and n != "lost+found")
-        if alien:
-            raise InvalidOption(f"{root} isn't a store, and not empty ({alien[0]}, ...). Give an empty folder or a new one.")
-        return False
-    try:
-        found = json.loads((root / _MARKER).read_text())["format"]
-    except (ValueError, KeyError, TypeError):
-        found = None
-    if found != 1:
-        raise InvalidOption(f"{root / _MARKER} isn't of format 1, which this version uses. Give another folder.")
-    return True
-
-
-def file_system(path: Path) -> str:
-    """Type of the file system that holds ``path``, which needn't exist; "" if unknown."""
-    place = os.path.realpath(path)
-    best, kind = "", ""
-    for mount in psutil.disk_partitions(all=True):
-        point = mount.mountpoint.rstrip("/")
-        if (place == point or place.startswith(f"{point}/")) and len(point) >= len(best):
-            best, kind = point, mount.fstype
-    return kind
-
-
-def make_folders(top: str, path: str, durable: bool) -> None:
-    """Create ``path`` and what is missing between it and ``top``, for the owner alone whatever the umask."""
-    if path == top or os.path.isdir(path):
-        return
-    make_folders(top, os.path.dirname(path), durable)
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, 0o700)
-        if stat.S_IMODE(os.stat(path).st_mode) != 0o700:
-            os.chmod(path, 0o700)
-    if durable:
-        sync_folder(os.path.dirname(path))
-
-
-def sync_folder(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _unlink(path: str) -> bool:
-    """True if there was such a file."""
-    try:
-        os.unlink(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
-
-
-def _folders(path: str) -> list[str]:
-    """Sub-folders with hexadecimal names, sorted; none if ``path`` is gone."""
-    return sorted(entry.path for entry in _entries(path) if _is_hex(entry.name) and entry.is_dir(follow_symlinks=False))
-
-
-def _entries(path: str) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(path) as entries:
-            return list(entries)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def _is_hex(text: str) -> bool:
-    return len(text) % 2 == 0 and re.fullmatch("[0-9a-f]+", text) is not None
 
 
 def _scope(name: str) -> bytes:

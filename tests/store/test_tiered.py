@@ -1,0 +1,402 @@
+"""Tiers composed into one store, against a dict; write-behind; what passes between processes. Media are in memory here."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvweave.core.keys import ChunkIdentity, ModelFingerprint, Scope
+from kvweave.core.spec import KVLayout, LayerSpec
+from kvweave.errors import LoadFailed
+from kvweave.store import erasure
+from kvweave.store.base import MISS_REASONS, ChunkRecord, Miss, StoredChunk
+from kvweave.store.host import HostStore
+from kvweave.store.memory_blobs import MemoryBlobs
+from kvweave.store.tiered import TieredStore, TierOptions
+from kvweave.store.write_behind import WriteBehind
+from tests.store.media import FaultyBlobs, RecordingBlobs, always, random_faults
+
+LAYOUT = KVLayout((LayerSpec(4, 2, 16, 8), LayerSpec(4, 1, 8, 8), LayerSpec(4, 2, 16, 8)), torch.bfloat16)
+MODEL = ModelFingerprint.of(content="m")
+TOKENS = 70
+
+
+@pytest.fixture(autouse=True)
+def _quick_receipts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Epochs are looked up anew at once, and receipts don't wait."""
+    monkeypatch.setattr(erasure, "EPOCH_TTL", 0.0)
+
+
+def record(number: int, scope: Scope, model: ModelFingerprint = MODEL) -> ChunkRecord:
+    """Content that follows from the key."""
+    generator = torch.Generator().manual_seed(number)
+    identity = ChunkIdentity.of([*range(TOKENS - 1), number], [1], model, scope)
+    shapes = [((s.num_kv_heads, TOKENS, s.key_dim), (s.num_kv_heads, TOKENS, s.value_dim)) for s in LAYOUT.layers]
+    keys, values = (tuple(torch.randn(shape[i], generator=generator).bfloat16() for shape in shapes) for i in (0, 1))
+    return ChunkRecord(identity, keys, values, 5.0)
+
+
+SIZE = record(0, Scope.of("t")).num_bytes
+
+
+def store_of(*media: object, host: int = 0, **options: object) -> TieredStore:
+    return TieredStore(
+        HostStore(host),
+        media,  # type: ignore[arg-type]
+        layout=LAYOUT,
+        options=TierOptions(threads=2, lookup_timeout=1.0, **options),  # type: ignore[arg-type]
+    )
+
+
+def read(chunk: StoredChunk, tokens: torch.Tensor, first_layer: int = 0, timeout: float = 5.0) -> ChunkRecord:
+    reader = chunk.read(tokens, first_layer, 1, timeout)
+    kv = [reader.layer(layer) for layer in range(first_layer, len(LAYOUT.layers))]
+    return ChunkRecord(chunk.identity, tuple(k for k, _ in kv), tuple(v for _, v in kv))
+
+
+def equal(a: ChunkRecord, b: ChunkRecord, tokens: torch.Tensor, first_layer: int = 0) -> bool:
+    pairs = [*zip(a.keys, b.keys[first_layer:], strict=True), *zip(a.values, b.values[first_layer:], strict=True)]
+    return all(torch.equal(x, y[:, tokens]) for x, y in pairs)
+
+
+class Tiered(RuleBasedStateMachine):
+    """Host of three records over two media, the second of which fails at random."""
+
+    NUMBERS = st.integers(0, 6)
+
+    @initialize(seed=st.integers(0, 1000), queue=st.sampled_from([0, 10 * SIZE]))
+    def start(self, seed: int, queue: int) -> None:
+        self.near, self.far = MemoryBlobs(), FaultyBlobs(RenamedBlobs("far"), random_faults(seed, 0.2))
+        self.queue = queue
+        self.open()
+        self.stored: set[int] = set()
+        self.epoch = 0
+
+    def open(self) -> None:
+        self.store = store_of(self.near, self.far, host=3 * SIZE, write_queue=self.queue)
+
+    def wanted(self, number: int) -> ChunkRecord:
+        return record(number, self.store.scope("t"))
+
+    @rule(number=NUMBERS)
+    def put(self, number: int) -> None:
+        assert self.store.put(self.wanted(number), wait=True)
+        assert self.store.contains(self.wanted(number).identity)
+        self.stored.add(number)
+
+    @rule(numbers=st.lists(NUMBERS, max_size=4, unique=True), data=st.data())
+    def find(self, numbers: list[int], data: st.DataObject) -> None:
+        self.store.flush(10)
+        records = [self.wanted(n) for n in numbers]
+        for number, true, found in zip(numbers, records, self.store.find([r.identity for r in records]), strict=True):
+            if isinstance(found, Miss):
+                assert found.reason in MISS_REASONS
+                assert number not in self.stored, "the near medium never fails"
+                continue
+            assert number in self.stored
+            tokens = torch.tensor(sorted(data.draw(st.sets(st.integers(0, TOKENS - 1), min_size=1))))
+            layer = data.draw(st.integers(0, len(LAYOUT.layers) - 1))
+            assert equal(read(found, tokens, layer), true, tokens, layer)
+            found.close()
+
+    @rule(number=NUMBERS)
+    def remove(self, number: int) -> None:
+        self.store.remove([self.wanted(number).key])
+        self.far.blobs.delete([self.wanted(number).key], 0.0)  # where the medium failed to
+        self.stored.discard(number)
+
+    @rule()
+    def erase(self) -> None:
+        self.store.erase("t")
+        self.stored.clear()
+
+    @rule()
+    def restart(self) -> None:
+        self.store.close()
+        self.open()
+
+    @invariant()
+    def nothing_is_held(self) -> None:
+        if hasattr(self, "store"):
+            assert self.store.staging.used == 0
+            assert self.store.stats().bytes <= 3 * SIZE
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+
+
+class RenamedBlobs(MemoryBlobs):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
+TestTiered = Tiered.TestCase
+TestTiered.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+
+
+@pytest.mark.parametrize("first_layer", [0, 1, 2])
+@pytest.mark.parametrize("min_read", [0, 10_000, 10**9])
+@pytest.mark.parametrize("tokens", [[0], [69], list(range(70)), [0, 1, 64, 69], list(range(3, 40)), [31, 32]])
+def test_any_rows_of_any_layers(tokens: list[int], min_read: int, first_layer: int) -> None:
+    """Partial reads equal the slice of a full one, one layer at a time or several in one read."""
+
+    class Grouping(MemoryBlobs):
+        pass
+
+    Grouping.min_read = min_read
+    medium = RecordingBlobs(Grouping())
+    store, true = store_of(medium), record(1, Scope.of("t"))
+    store.put(true, wait=True)
+    assert store.flush(5)
+    (found,) = store.find([true.identity])
+    assert not isinstance(found, Miss)
+    wanted = torch.tensor(tokens)
+    assert equal(read(found, wanted, first_layer), true, wanted, first_layer)
+    found.close()
+    assert medium.opened == medium.closed
+    sections = [c for c in medium.of("read") if c.offset]
+    layers = len(LAYOUT.layers) - first_layer
+    assert len(sections) == {0: layers, 10_000: len(sections), 10**9: 1}[min_read] or len(tokens) == 4
+
+
+def test_the_order_of_rows_is_layout_and_not_identity() -> None:
+    class Shuffled:
+        name = "rank:test/1"
+
+        def order(self, record: ChunkRecord) -> np.ndarray:
+            return np.random.default_rng(0).permutation(TOKENS)
+
+    medium, true = MemoryBlobs(), record(1, Scope.of("t"))
+    writer = TieredStore(HostStore(0), [medium], layout=LAYOUT, ranking=Shuffled())
+    writer.put(true, wait=True)
+    assert writer.flush(5)
+    (found,) = store_of(medium).find([true.identity])
+    assert not isinstance(found, Miss)
+    tokens = torch.tensor([3, 9, 33, 68])
+    assert equal(read(found, tokens), true, tokens)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [("model", "absent"), ("scope", "absent"), ("tokens", "absent"), ("layout", "layout")],
+)
+def test_another_identity_is_a_miss(change: str, reason: str) -> None:
+    """Public failures 7 and 26: other weights and other tenants miss, the same tenant hits."""
+    medium, mine = MemoryBlobs(), record(1, Scope.of("t"))
+    store = store_of(medium)
+    store.put(mine, wait=True)
+    assert store.flush(5)
+    wanted = {
+        "model": record(1, Scope.of("t"), ModelFingerprint.of(content="n")),
+        "scope": record(1, Scope.of("u")),
+        "tokens": record(2, Scope.of("t")),
+        "layout": mine,
+    }[change]
+    layout = LAYOUT if change != "layout" else KVLayout(LAYOUT.layers, torch.float16)
+    reader = TieredStore(HostStore(0), [medium], layout=layout)
+    (missed,) = reader.find([wanted.identity])
+    assert isinstance(missed, Miss)
+    assert missed.reason == reason
+    if change != "layout":
+        (hit,) = store_of(medium).find([mine.identity])
+        assert not isinstance(hit, Miss)
+
+
+def test_a_record_under_a_wrong_name_is_found_out_and_thrown_away() -> None:
+    """Public failures 1 and 17: one miss with a reason, after that it is simply absent."""
+    medium, a, b = MemoryBlobs(), record(1, Scope.of("t")), record(2, Scope.of("t"))
+    store = store_of(medium)
+    store.put(a, wait=True)
+    assert store.flush(5)
+    medium._values[b.key] = medium._values[a.key]
+    assert store.find([b.identity]) == [Miss("key", "memory")]
+    assert store.find([b.identity]) == [Miss("absent", "host")]
+    assert store.tiers[0].counters.misses == {"key": 1, "absent": 1}
+
+
+def test_eight_threads_read_their_own_content() -> None:
+    """Public failure 1: content follows from the key; a small host tier evicts all the time."""
+    medium, store = FaultyBlobs(MemoryBlobs()), None
+    store = store_of(medium, host=2 * SIZE)
+    records = [record(i, Scope.of("t")) for i in range(12)]
+    for one in records:
+        store.put(one, wait=True)
+    assert store.flush(5)
+    medium.choose = random_faults(1, 0.3)
+    wrong: list[int] = []
+    tokens = torch.arange(TOKENS)
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(40):
+            number = int(rng.integers(12))
+            (found,) = store.find([records[number].identity])
+            if isinstance(found, Miss):
+                store.put(records[number])
+                continue
+            try:
+                if not equal(read(found, tokens), records[number], tokens):
+                    wrong.append(number)
+            except LoadFailed:
+                store.put(records[number])
+            finally:
+                found.close()
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert wrong == []
+    assert store.tiers[0].counters.loads.total() > 20
+
+
+def test_a_dead_tier_neither_fails_nor_hides_the_next() -> None:
+    dead, alive = FaultyBlobs(RenamedBlobs("dead"), always("io")), MemoryBlobs()
+    store, true = store_of(dead, alive), record(1, Scope.of("t"))
+    assert store.put(true, wait=True)
+    assert store.flush(5)
+    found, other = store.find([true.identity, record(2, Scope.of("t")).identity])
+    assert not isinstance(found, Miss)
+    assert found.tier == "memory"
+    assert other == Miss("io", "dead"), "a failure tells more than an absence"
+    assert store.tiers[0].counters.puts == {"io": 1}
+
+
+def test_a_hanging_tier_costs_one_deadline() -> None:
+    slow = FaultyBlobs(MemoryBlobs(), always(30.0, "open", "epoch"))
+    store = TieredStore(HostStore(0), [slow], layout=LAYOUT, options=TierOptions(lookup_timeout=0.2, threads=2))
+    wanted = [record(i, Scope.of("t")).identity for i in range(6)]
+    start = time.monotonic()
+    assert store.find(wanted) == [Miss("deadline", "memory")] * 6
+    assert time.monotonic() - start < 1.0
+
+
+def test_erasure_of_one_tenant_by_one_process_reaches_another() -> None:
+    medium = MemoryBlobs()
+    a, b = store_of(medium, host=10 * SIZE), store_of(medium, host=10 * SIZE)
+    assert a.scope("t") == b.scope("t")
+    mine, theirs = record(1, a.scope("t")), record(1, a.scope("u"))
+    for store in (a, b):
+        for one in (mine, theirs):
+            store.put(one, wait=True)
+        assert store.flush(5)
+    receipt = a.erase("t")
+    assert (receipt.tiers["host"].records, receipt.tiers["memory"].records, receipt.pending) == (1, 1, ())
+    assert receipt.digest == receipt.to_json()["digest"]
+    assert b.scope("t") != Scope.of("t"), "the other process has a new key for the tenant"
+    assert b.host.stats().records == 1, "and has forgotten what it held"
+    assert b.scope("u") == Scope.of("u")
+    (left,) = b.find([theirs.identity])
+    assert not isinstance(left, Miss)
+    again = a.erase("t")
+    assert again.tiers["memory"].records == 0
+    assert again.epoch == receipt.epoch + 1
+
+
+def test_erasure_with_an_unreachable_tier_is_pending_and_finished_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Public failure 27: unreachable at once, deleted when the tier is back."""
+    monkeypatch.setattr(erasure, "_RETRY", 0.05)
+    near, far = MemoryBlobs(), FaultyBlobs(RenamedBlobs("far"))
+    store = store_of(near, far)
+    one = record(1, store.scope("t"))
+    store.put(one, wait=True)
+    assert store.flush(5)
+    far.choose = always("io")
+    receipt = store.erase("t")
+    assert receipt.pending == ("far",)
+    assert receipt.tiers["far"].state == "unreachable"
+    assert store.find([record(1, store.scope("t")).identity])[0] == Miss("io", "far")
+    far.choose = lambda operation: None
+    deadline = time.monotonic() + 5
+    while len(list(far.scan())) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert list(far.scan()) == []
+    assert far.epoch(one.key.scope, time.monotonic() + 1) == receipt.epoch
+    store.close()
+
+
+def test_a_write_of_before_an_erasure_doesnt_come_back() -> None:
+    gate = threading.Event()
+
+    class Slow(MemoryBlobs):
+        def put(self, *args: object) -> None:
+            gate.wait(5)
+            super().put(*args)  # type: ignore[arg-type]
+
+    medium = Slow()
+    store = store_of(medium)
+    first, second = record(1, store.scope("t")), record(2, store.scope("t"))
+    store.put(first)
+    store.put(second)
+    eraser = threading.Thread(target=store.erase, args=("t",))
+    eraser.start()
+    time.sleep(0.05)
+    gate.set()
+    eraser.join(5)
+    assert store.flush(5)
+    assert list(medium.scan()) == []
+
+
+def test_the_queue_drops_what_matters_least_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    gate, written = threading.Event(), []
+
+    def write(one: ChunkRecord, epoch: int) -> None:
+        gate.wait(5)
+        written.append(one.identity.token_ids[-1])
+
+    queue, scope = WriteBehind(write, 2 * SIZE), Scope.of("t")
+    assert queue.offer(record(0, scope), 0)
+    deadline = time.monotonic() + 5
+    while queue._entries and time.monotonic() < deadline:
+        time.sleep(0.01)  # until the thread has taken it
+    assert queue.offer(record(1, scope), 0, priority=0)
+    assert queue.offer(record(2, scope), 0)
+    assert queue.offer(record(3, scope), 0), "takes the place of the one nobody asked for"
+    assert not queue.offer(record(4, scope), 0), "all of them were asked for: the newest has to go"
+    assert queue.dropped == {"full": 2}
+    assert caplog.text.count("was not written") == 2
+    gate.set()
+    assert queue.close(5)
+    assert written == [0, 2, 3]
+    assert not queue.offer(record(5, scope), 0)
+    assert queue.dropped["closed"] == 1
+
+
+def test_who_can_wait_gets_room_and_an_error_doesnt_end_the_writer() -> None:
+    written = []
+
+    def write(one: ChunkRecord, epoch: int) -> None:
+        if one.identity.token_ids[-1] == 2:
+            raise RuntimeError("a bug")
+        time.sleep(0.01)
+        written.append(one.identity.token_ids[-1])
+
+    queue = WriteBehind(write, SIZE)
+    assert all(queue.offer(record(i, Scope.of("t")), 0, wait=True) for i in range(6))
+    assert queue.close(5)
+    assert written == [0, 1, 3, 4, 5]
+    assert queue.dropped == {"error": 1}
+
+
+def test_what_host_memory_has_and_a_tier_lacks_is_copied_on_demand() -> None:
+    medium = FaultyBlobs(MemoryBlobs(), always("io", "put"))
+    store, one = store_of(medium, host=10 * SIZE), record(1, Scope.of("t"))
+    store.put(one)
+    assert store.flush(5)
+    assert list(medium.scan()) == []
+    medium.choose = lambda operation: None
+    assert store.keep(one.identity)
+    assert store.flush(5)
+    assert [info.key for info in medium.scan()] == [one.key]
+    assert not store.keep(record(2, Scope.of("t")).identity)
