@@ -26,6 +26,7 @@ from kvweave.models.sources import resolve
 from kvweave.reuse.base import Technique
 from kvweave.reuse.registry import DEFAULT_TECHNIQUE, make_technique, with_ratio
 from kvweave.store.base import EraseReceipt
+from kvweave.store.metrics import render
 
 PromptLike = str | Prompt | Sequence[Segment]
 Messages = Sequence[dict[str, Any]]
@@ -188,6 +189,10 @@ class LLM:
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until what was precomputed is written to the slower tiers; False if ``timeout`` (seconds) passed first."""
         return self.engine.parts.chunks.store.flush(timeout)
+
+    def metrics(self) -> str:
+        """Counters of all tiers in Prometheus' text format (docs/tiers.md, "Metrics")."""
+        return render(self.engine.parts.chunks.store)
 
     def erase(self) -> EraseReceipt:
         """Erase all cached KV of this tenant, in every tier and for every process that shares one; a receipt says how much.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -77,8 +78,8 @@ def test_rows_that_are_recomputed_are_not_read() -> None:
         medium.calls.clear()
         lab.forget_prefixes()
         report = lab.run(prompt, f"epic:ratio={ratio}").report
-        kept = 96 - -(-int(ratio * 192 + 0.999999) // 2)
-        rows = -(-kept // GROUP) * GROUP
+        computed = math.ceil(math.ceil(ratio * 192) / 2)  # of each chunk: its first tokens
+        rows = 96 - computed // GROUP * GROUP
         sections = [c for c in medium.of("read") if c.offset]
         assert len(sections) == layers * len(documents)
         assert {c.bytes for c in sections} == {rows * row}
@@ -247,9 +248,8 @@ def test_loads_teach_the_profile() -> None:
     lab.run(prompt_of([BOS, 5], ("doc", doc(300, 1)), doc(7, 3)), "naive")
     costs = lab.engine.profile.costs()
     assert costs is not None
-    section = 300 * lab.model.layout.bytes_per_token / lab.model.layout.num_layers
-    slowest, threads = section / 0.01, lab.store.io_threads
-    assert 0.2 * slowest * threads < costs.bandwidth["memory"] <= slowest * threads
+    seconds = 0.01 * lab.model.layout.num_layers  # a wait for each layer; one job, so the other threads don't count
+    assert 0.2 < costs.bandwidth["memory"] * seconds / (300 * lab.model.layout.bytes_per_token) <= 1.0
     assert costs.prefill(256, 256) == pytest.approx(0.256, rel=0.05)
 
 

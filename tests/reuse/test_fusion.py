@@ -80,6 +80,7 @@ class FixedReader:
     tier: str = "host"
     bytes_read: int = 0
     load_seconds: float = 0.0
+    jobs: int = 0
 
     def ready(self, layer: int) -> bool:
         return True

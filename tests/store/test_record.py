@@ -20,7 +20,7 @@ from kvweave.core.keys import ChunkIdentity, ChunkKey, ModelFingerprint, Scope, 
 from kvweave.store import record as fmt
 from kvweave.store.base import DAMAGED, ChunkRecord, TierError
 from kvweave.store.codec import CodecName, check_codec, pack, round_trip, unpack
-from kvweave.store.ranking import HeadsLast, Ranking, TokenOrder
+from kvweave.store.ranking import Ranking, TextOrder
 
 FINGERPRINT = ModelFingerprint.of(weights="w", tokenizer="t", dtype="bfloat16")
 SCOPE = Scope.of("tenant")
@@ -107,7 +107,14 @@ def test_every_part_decides_the_key() -> None:
 # Round trips
 
 
-@pytest.mark.parametrize("ranking", [TokenOrder(), HeadsLast()], ids=["token", "heads"])
+class Reversed:
+    name = "reversed/1"
+
+    def order(self, record: ChunkRecord) -> np.ndarray:
+        return np.arange(len(record.identity.token_ids))[::-1]
+
+
+@pytest.mark.parametrize("ranking", [TextOrder(), Reversed()], ids=["text", "reversed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("codec", ["raw", "int8", "fp8"])
 @pytest.mark.parametrize("n", [1, 31, 32, 33, 77])
@@ -134,7 +141,7 @@ def test_raw_keeps_every_bit(dtype: torch.dtype) -> None:
     wide = patterns.view(dtype) if dtype.itemsize == 2 else (patterns.to(torch.int32) << 16 | 0x1234).view(dtype)
     data = wide.reshape(4, 64, 256)
     record = replace(make(64), keys=(data,), values=(data.flip(0),))
-    _, keys, values = read(fmt.encode(record, HeadsLast(), "raw", "test"))
+    _, keys, values = read(fmt.encode(record, Reversed(), "raw", "test"))
     assert torch.equal(bits(keys[0]), bits(data))
     assert torch.equal(bits(values[0]), bits(data.flip(0)))
 
@@ -143,13 +150,13 @@ def test_tensors_that_are_views() -> None:
     record = make(33)
     keys = tuple(torch.stack([k, k * 2], -1)[..., 0] for k in record.keys)
     assert not keys[0].is_contiguous()
-    _, got, _ = read(fmt.encode(replace(record, keys=keys), TokenOrder(), "raw", "test"))
+    _, got, _ = read(fmt.encode(replace(record, keys=keys), TextOrder(), "raw", "test"))
     assert all(torch.equal(a, b) for a, b in zip(got, record.keys, strict=True))
 
 
 def test_the_first_rows_can_be_read_and_checked_alone() -> None:
     record = make(77)
-    data = fmt.encode(record, HeadsLast(), "raw", "test")
+    data = fmt.encode(record, Reversed(), "raw", "test")
     header = fmt.decode_header(data, len(data))
     width = header.row_bytes(1)
     for groups in (1, 2):
@@ -235,7 +242,7 @@ def test_packing_keeps_the_order_of_rows() -> None:
 
 def small() -> tuple[ChunkRecord, bytes]:
     record = make(5, shapes=((1, 2, 2), (1, 4, 2)), anchor=2)
-    return record, bytes(fmt.encode(record, HeadsLast(), "raw", "test"))
+    return record, bytes(fmt.encode(record, Reversed(), "raw", "test"))
 
 
 def test_every_flipped_byte_is_found_or_lies_in_padding() -> None:

@@ -355,7 +355,7 @@ def test_the_queue_drops_what_matters_least_and_says_so(caplog: pytest.LogCaptur
         gate.wait(5)
         written.append(one.identity.token_ids[-1])
 
-    queue, scope = WriteBehind(write, 2 * SIZE), Scope.of("t")
+    queue, scope = WriteBehind(write, 2 * SIZE, threads=1), Scope.of("t")
     assert queue.offer(record(0, scope), 0)
     deadline = time.monotonic() + 5
     while queue._entries and time.monotonic() < deadline:
@@ -382,7 +382,7 @@ def test_who_can_wait_gets_room_and_an_error_doesnt_end_the_writer() -> None:
         time.sleep(0.01)
         written.append(one.identity.token_ids[-1])
 
-    queue = WriteBehind(write, SIZE)
+    queue = WriteBehind(write, SIZE, threads=1)
     assert all(queue.offer(record(i, Scope.of("t")), 0, wait=True) for i in range(6))
     assert queue.close(5)
     assert written == [0, 1, 3, 4, 5]

@@ -40,6 +40,11 @@ class LayerReader(Protocol):
         """Time the medium and the checks took so far, over all threads."""
         ...
 
+    @property
+    def jobs(self) -> int:
+        """Reads that may run at the same time; 0 where nothing is read."""
+        ...
+
     def ready(self, layer: int) -> bool:
         """True if ``layer`` wouldn't wait (it may still raise)."""
         ...

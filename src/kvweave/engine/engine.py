@@ -427,13 +427,16 @@ class Engine:
 
     def _note_loads(self, sequence: Sequence) -> None:
         """What the tiers delivered, as the rate all I/O threads have together."""
-        per_token = self.parts.pool.layout.bytes_per_token / self.parts.pool.layout.num_layers
-        for load in sequence.loads:
-            reader = load.reader
-            if reader is not None and reader.load_seconds > 0 and not sequence.restarts:
-                layers = self.parts.pool.layout.num_layers - load.first_layer
-                size = load.tokens.numel() * per_token * layers
-                self.profile.note_load(reader.tier, int(size), reader.load_seconds / self.parts.chunks.store.io_threads)
+        if sequence.restarts:
+            return
+        layout = self.parts.pool.layout
+        per_layer = layout.bytes_per_token / layout.num_layers
+        begun = [(load, load.reader) for load in sequence.loads if load.reader is not None and load.reader.jobs]
+        for tier in {reader.tier for _, reader in begun}:
+            mine = [(load, reader) for load, reader in begun if reader.tier == tier]
+            size = sum(load.tokens.numel() * per_layer * (layout.num_layers - load.first_layer) for load, _ in mine)
+            threads = min(self.parts.chunks.store.io_threads, sum(reader.jobs for _, reader in mine))
+            self.profile.note_load(tier, int(size), sum(reader.load_seconds for _, reader in mine) / threads)
 
     def _report(self, sequence: Sequence) -> ReuseReport:
         lookup = _looked_up(sequence)

@@ -11,6 +11,7 @@ import mmap
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -34,16 +35,14 @@ class BufferPool:
         self._free: dict[int, list[mmap.mmap]] = {}
         self._kept = 0
 
-    @contextlib.contextmanager
-    def lend(self, length: int) -> Iterator[memoryview]:
-        """Memory of at least ``length`` bytes, for the ``with`` block. Raises ``TierError("no_memory")``."""
+    def lend(self, length: int) -> memoryview:
+        """Memory of at least ``length`` bytes. It comes back by itself when nothing refers to it any more, arrays and tensors
+        made of it included: whoever keeps a view never sees another record's bytes. Raises ``TierError("no_memory")``.
+        """
         buffer = self._take(max(_SMALLEST, 1 << (length - 1).bit_length()))
-        view = memoryview(buffer)
-        try:
-            yield view
-        finally:
-            release(view)
-            self._give(buffer)
+        array = np.frombuffer(buffer, np.uint8)
+        weakref.finalize(array, self._give, buffer).atexit = False
+        return memoryview(array.data)
 
     @property
     def kept(self) -> int:
@@ -61,22 +60,10 @@ class BufferPool:
             raise TierError("no_memory", str(error)) from None
 
     def _give(self, buffer: mmap.mmap) -> None:
-        try:
-            # A map refuses to be resized, even to its own size, while anything points into it. Such a buffer is never lent
-            # again: whoever kept a view would see another record's bytes. It is freed when the last view goes.
-            buffer.resize(len(buffer))
-        except BufferError:
-            return
         with self._lock:
             if self._kept + len(buffer) <= self._keep:
                 self._free.setdefault(len(buffer), []).append(buffer)
                 self._kept += len(buffer)
-
-
-def release(view: memoryview) -> None:
-    """End a view, unless an array was made of it: then it lives as long as that."""
-    with contextlib.suppress(BufferError):
-        view.release()
 
 
 class FileBlob:
@@ -103,7 +90,7 @@ class FileBlob:
 
     @contextlib.contextmanager
     def read(self, offset: int, length: int, deadline: float) -> Iterator[memoryview]:
-        """See ``Blob.read``. The view ends with the block; whole pages are read, whatever is asked for."""
+        """See ``Blob.read``. Whole pages are read, whatever is asked for."""
         if offset < 0 or length < 0:
             raise ValueError(f"can't read {length} bytes at {offset}")
         end = min(offset + length, self._size)
@@ -111,15 +98,12 @@ class FileBlob:
             yield memoryview(b"")
             return
         first = offset // PAGE * PAGE
-        with self._using(), self._pool.lend(_up(end) - first) as room:
+        with self._using():
+            room = self._pool.lend(_up(end) - first)
             start = time.monotonic()
             got = read_into(self._descriptor, room[: _up(end) - first], first, deadline, self._direct)
             self._measured(got, time.monotonic() - start)
-            part = room[offset - first : max(offset - first, min(end - first, got))]
-            try:
-                yield part
-            finally:
-                release(part)
+            yield room[offset - first : max(offset - first, min(end - first, got))]
 
     def close(self) -> None:
         with self._lock:

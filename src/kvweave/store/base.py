@@ -116,6 +116,7 @@ class _MemoryReader:
     tier = "host"
     bytes_read = 0
     load_seconds = 0.0
+    jobs = 0
 
     def __init__(self, record: ChunkRecord, tokens: Tensor) -> None:
         self._record = record
@@ -166,7 +167,7 @@ class Blob(Protocol):
     def size(self) -> int: ...
 
     def read(self, offset: int, length: int, deadline: float) -> AbstractContextManager[memoryview]:
-        """The bytes [offset, offset + length), valid inside the ``with`` block; fewer only where the value ends.
+        """The bytes [offset, offset + length), valid as long as anything refers to them; fewer only where the value ends.
 
         ``deadline`` is in ``time.monotonic()`` seconds. Raises ``TierError``.
         """

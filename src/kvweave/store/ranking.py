@@ -1,4 +1,4 @@
-"""In which order a record's rows are stored: ascending importance, so that what is recomputed lies at the end.
+"""In which order a record's rows are stored: by importance, so that what is recomputed lies together at one end.
 
 A ranking is layout, not identity: it isn't part of the key, and a technique that recomputes other rows still gets the right
 numbers, only from more bytes.
@@ -21,23 +21,16 @@ class Ranking(Protocol):
     def name(self) -> str: ...
 
     def order(self, record: ChunkRecord) -> NDArray[np.int64]:
-        """[n] tokens, the least important first."""
+        """[n] tokens by importance, ascending or descending."""
         ...
 
 
-class HeadsLast:
-    """The first tokens of a chunk matter most (EPIC, arXiv:2410.15332): tokens from the last to the first."""
+class TextOrder:
+    """As in the text: under the rule that a chunk's first tokens matter most (EPIC, arXiv:2410.15332), what is recomputed lies
+    at the start and the rest is contiguous. Rows in text order are also handed out without another copy.
+    """
 
-    name: ClassVar[str] = "heads/1"
-
-    def order(self, record: ChunkRecord) -> NDArray[np.int64]:
-        return np.arange(len(record.identity.token_ids))[::-1]
-
-
-class TokenOrder:
-    """As in the text."""
-
-    name: ClassVar[str] = "token/1"
+    name: ClassVar[str] = "text/1"
 
     def order(self, record: ChunkRecord) -> NDArray[np.int64]:
         return np.arange(len(record.identity.token_ids))

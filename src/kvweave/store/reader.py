@@ -23,6 +23,9 @@ from kvweave.store.record import Header, check_rows
 _GAP = 2
 """Groups of rows that aren't wanted but read all the same, because a second read would cost more."""
 
+_JOB = 2**20
+"""Bytes below which a job of its own costs more than it gains: layers of small models are read several at a time."""
+
 KV = tuple[Tensor, Tensor]
 
 
@@ -67,12 +70,12 @@ class Unit:
 
 
 def make_units(header: Header, extents: Extents, first_layer: int, min_read: int) -> list[Unit]:
-    """One unit a layer, or as many layers as make a read of ``min_read`` bytes."""
+    """One unit a layer, or as many layers as make a job worth while."""
     units: list[Unit] = []
     start, size = first_layer, 0
     for layer in range(first_layer, len(header.layers)):
         size += extents.rows * header.row_bytes(layer)
-        if size >= min_read or layer + 1 == len(header.layers):
+        if size >= max(min_read, _JOB) or layer + 1 == len(header.layers):
             units.append(Unit(start, layer + 1, size))
             start, size = layer + 1, 0
     return units
@@ -173,6 +176,10 @@ class RecordReader:
         self._lock = threading.Lock()  # of the two counters
         self._ahead()
 
+    @property
+    def jobs(self) -> int:
+        return len(self._units)
+
     def ready(self, layer: int) -> bool:
         self._ahead()
         read = self._reads.get(self._unit_of(layer))
@@ -239,7 +246,7 @@ class RecordReader:
         try:
             if time.monotonic() > self._deadline:
                 raise TierError("deadline", "not begun in time")
-            return read_unit(self._source.header, self._source.blob, unit, self._extents, self._deadline)
+            return read_unit(self._source, unit, self._extents, self._deadline, copy=self._kept is not None)
         except TierError as error:
             if error.reason in DAMAGED:
                 self._source.damaged(error.reason)
@@ -274,25 +281,24 @@ class RecordReader:
             self._source.promote(ChunkRecord(header.identity, keys, values, header.prefill_ms))
 
 
-def read_unit(header: Header, blob: Blob, unit: Unit, extents: Extents, deadline: float) -> dict[int, KV]:
-    """The wanted rows of a unit's layers as tensors. Raises ``TierError``."""
-    layers = range(unit.start, unit.stop)
+def read_unit(source: Source, unit: Unit, extents: Extents, deadline: float, *, copy: bool = True) -> dict[int, KV]:
+    """The wanted rows of a unit's layers: in one read, whatever lies between, if a layer's own are too few for the medium;
+    otherwise exactly the runs of each layer. Raises ``TierError``.
+    """
+    header, blob, layers = source.header, source.blob, range(unit.start, unit.stop)
+    if len(layers) == 1 or unit.size >= source.min_read * len(layers):
+        return {layer: _read_layer(source, layer, extents, deadline, copy) for layer in layers}
     first, last = extents.runs[0][0], extents.runs[-1][1]
-    if len(layers) == 1:
-        return {unit.start: _read_layer(header, blob, unit.start, extents, deadline)}
     start = header.offsets[unit.start] + first * header.row_bytes(unit.start)
     stop = header.offsets[unit.stop - 1] + last * header.row_bytes(unit.stop - 1)
     with blob.read(start, stop - start, deadline) as data:
         if len(data) < stop - start:
             raise TierError("short")
-        out = {}
-        for layer in layers:
-            rows = [_rows(header, layer, run, data, header.offsets[layer] - start) for run in extents.runs]
-            out[layer] = _unpack(header, layer, rows, extents)
-        return out
+        return {layer: _layer_in(header, layer, extents, data, header.offsets[layer] - start, copy) for layer in layers}
 
 
-def _read_layer(header: Header, blob: Blob, layer: int, extents: Extents, deadline: float) -> KV:
+def _read_layer(source: Source, layer: int, extents: Extents, deadline: float, copy: bool) -> KV:
+    header, blob = source.header, source.blob
     parts: list[Rows] = []
     width = header.row_bytes(layer)
     for run in extents.runs:
@@ -300,11 +306,15 @@ def _read_layer(header: Header, blob: Blob, layer: int, extents: Extents, deadli
         with blob.read(start, size, deadline) as data:
             if len(data) < size:
                 raise TierError("short")
-            rows = _rows(header, layer, run, data, -run[0] * width)
             if len(extents.runs) == 1:
-                return _unpack(header, layer, [rows], extents)
-            parts.append(rows.copy())  # the bytes are valid inside the with block only
-    return _unpack(header, layer, parts, extents)
+                return _layer_in(header, layer, extents, data, -run[0] * width, copy)
+            parts.append(_rows(header, layer, run, data, -run[0] * width).copy())
+    return _unpack(header, layer, parts, extents, copy)
+
+
+def _layer_in(header: Header, layer: int, extents: Extents, data: memoryview, section: int, copy: bool) -> KV:
+    parts = [_rows(header, layer, run, data, section) for run in extents.runs]
+    return _unpack(header, layer, parts, extents, copy)
 
 
 def _rows(header: Header, layer: int, run: tuple[int, int], data: memoryview, section: int) -> Rows:
@@ -316,6 +326,6 @@ def _rows(header: Header, layer: int, run: tuple[int, int], data: memoryview, se
     return rows
 
 
-def _unpack(header: Header, layer: int, parts: list[Rows], extents: Extents) -> KV:
+def _unpack(header: Header, layer: int, parts: list[Rows], extents: Extents, copy: bool) -> KV:
     rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    return unpack(rows, extents.take, header.layers[layer], header.codec, header.dtype)
+    return unpack(rows, extents.take, header.layers[layer], header.codec, header.dtype, copy=copy)

@@ -8,10 +8,11 @@ header                  JSON (fingerprint, counts, layers, dtype, codec, order, 
 sections                one a layer, ascending, each at a multiple of 4,096; rows in ``perm`` order
 ======================  ===========================================================================================
 
-Rows lie by *ascending importance* (``store.ranking``), so the rows that a technique doesn't recompute are the first ones of
-every section: one contiguous read a layer for any recompute ratio, rounded up to a group of 32 rows, which is the unit that
-is checked (BLAKE3-128). Nothing in a header is trusted before its digest was checked, no length before it was compared with
-the size of the value.
+Rows lie by importance (``store.ranking``), so the rows that a technique doesn't recompute lie together in every section: one
+contiguous read a layer for any recompute ratio, rounded up to groups of 32 rows, the unit that is checked. Rows carry XXH3-128
+digests (BLAKE3 took longer than the reads themselves on two cores: docs/log.md), the header, and with it those digests, a
+BLAKE3-128. Nothing in a header is trusted before its digest was checked, no length before it was compared with the size of the
+value.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 from numpy.typing import NDArray
+from xxhash import xxh3_128_digest
 
 from kvweave.core.keys import ChunkIdentity, ChunkKey, ModelFingerprint
 from kvweave.store.base import ChunkRecord, TierError
@@ -80,8 +82,28 @@ class Header:
         return self.layers[layer].row_bytes(self.codec, self.dtype.itemsize)
 
 
-def encode(record: ChunkRecord, ranking: Ranking, codec: CodecName, writer: str) -> memoryview:
-    """The record as bytes, in memory that starts at a page border (what O_DIRECT wants)."""
+class EncodeBuffer:
+    """Memory that starts at a page border (what O_DIRECT wants) and is used again: fresh pages cost more than a copy."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+
+    def take(self, size: int) -> memoryview:
+        if self._memory is None or len(self._memory) < size:
+            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
+        return memoryview(self._memory)[:size]
+
+    def abandon(self) -> None:
+        """Somebody may still read what was taken: the next one gets other memory."""
+        self._memory = None
+
+
+def encode(
+    record: ChunkRecord, ranking: Ranking, codec: CodecName, writer: str, buffer: EncodeBuffer | None = None
+) -> memoryview:
+    """The record as bytes, in page-aligned memory that is valid until ``buffer`` is used again."""
     identity = record.identity
     n = len(identity.token_ids)
     perm = np.ascontiguousarray(ranking.order(record), dtype=np.int64)
@@ -90,41 +112,45 @@ def encode(record: ChunkRecord, ranking: Ranking, codec: CodecName, writer: str)
     layers = [LayerRows(k.shape[0], k.shape[2], v.shape[2]) for k, v in zip(record.keys, record.values, strict=True)]
     dtype = record.keys[0].dtype
     widths = [layer.row_bytes(codec, dtype.itemsize) for layer in layers]
-    about: dict[str, Any] = {
+    groups = -(-n // GROUP)
+    tables = 4 * (2 * n + len(identity.anchor_ids)) + len(layers) * groups * _DIGEST
+    text = json.dumps(_about(record, layers, codec, ranking.name, writer), separators=(",", ":")).encode()
+    header = _PROLOGUE.size + len(text) + tables
+    starts = np.cumsum([_pages(header), *(_pages(n * width) for width in widths)]).tolist()
+    view = (buffer or EncodeBuffer()).take(starts[-1])
+    digests = np.empty((len(layers), groups, _DIGEST), np.uint8)
+    for layer, (start, stop, width) in enumerate(zip(starts, starts[1:], widths, strict=False)):
+        rows = np.frombuffer(view, np.uint8, n * width, start).reshape(n, width)
+        pack(record.keys[layer], record.values[layer], codec, perm, rows)
+        view[start + n * width : stop] = bytes(stop - start - n * width)  # nothing of an earlier record stays between
+        for group in range(groups):
+            part = rows[group * GROUP : (group + 1) * GROUP]
+            digests[layer, group] = np.frombuffer(xxh3_128_digest(part.data), np.uint8)
+    ids = (np.asarray(x, "<u4").tobytes() for x in (identity.token_ids, identity.anchor_ids, perm))
+    body = b"".join([text, *ids, digests.tobytes()])
+    fixed = (MAGIC, VERSION, header, len(text), 0, starts[-1], identity.key.content)
+    digest = _header_digest(_PROLOGUE.pack(*fixed, bytes(_DIGEST)), body)
+    view[: starts[0]] = (_PROLOGUE.pack(*fixed, digest) + body).ljust(starts[0], b"\0")
+    return view
+
+
+def _about(record: ChunkRecord, layers: list[LayerRows], codec: CodecName, order: str, writer: str) -> dict[str, Any]:
+    identity = record.identity
+    return {
         "fingerprint": [list(part) for part in identity.fingerprint.parts],
         "scope": identity.key.scope.hex(),
-        "tokens": n,
+        "tokens": len(identity.token_ids),
         "anchor": len(identity.anchor_ids),
         "layers": [[s.kv_heads, s.key_dim, s.value_dim] for s in layers],
-        "dtype": dtype_name(dtype),
+        "dtype": dtype_name(record.keys[0].dtype),
         "codec": codec,
-        "digest": "blake3-128",
-        "order": ranking.name,
+        "digest": "xxh3-128",
+        "order": order,
         "group": GROUP,
         "prefill_ms": round(record.prefill_ms, 3),
         "created": round(time.time(), 3),
         "writer": writer,
     }
-    groups = -(-n // GROUP)
-    tables = 4 * (2 * n + len(identity.anchor_ids)) + len(layers) * groups * _DIGEST
-    text = json.dumps(about, separators=(",", ":")).encode()
-    header_length = _PROLOGUE.size + len(text) + tables
-    starts = np.cumsum([_pages(header_length), *(_pages(n * width) for width in widths)])
-    buffer = mmap.mmap(-1, int(starts[-1]))
-    view = memoryview(buffer)
-    digests = np.empty((len(layers), groups, _DIGEST), np.uint8)
-    for layer, (start, width) in enumerate(zip(starts, widths, strict=False)):
-        rows = np.frombuffer(view, np.uint8, n * width, int(start)).reshape(n, width)
-        pack(record.keys[layer], record.values[layer], codec, perm, rows)
-        for group in range(groups):
-            part = rows[group * GROUP : (group + 1) * GROUP]
-            digests[layer, group] = np.frombuffer(blake3(part.data).digest(length=_DIGEST), np.uint8)
-    ids = (np.asarray(x, "<u4").tobytes() for x in (identity.token_ids, identity.anchor_ids, perm))
-    body = b"".join([text, *ids, digests.tobytes()])
-    fixed = (MAGIC, VERSION, header_length, len(text), 0, int(starts[-1]), identity.key.content)
-    digest = _header_digest(_PROLOGUE.pack(*fixed, bytes(_DIGEST)), body)
-    view[:header_length] = _PROLOGUE.pack(*fixed, digest) + body
-    return view
 
 
 def header_length(first: memoryview, size: int) -> int:
@@ -166,7 +192,7 @@ def check_rows(header: Header, layer: int, first_row: int, rows: Rows) -> None:
     """Check the digests of whole groups of rows [m, row_bytes] that start at ``first_row``; raises ``TierError``."""
     group = header.group
     for i, at in enumerate(range(0, len(rows), group), start=first_row // group):
-        if blake3(rows[at : at + group].data).digest(length=_DIGEST) != header.digests[layer, i].tobytes():
+        if xxh3_128_digest(rows[at : at + group].data) != header.digests[layer, i].tobytes():
             raise TierError("checksum", f"layer {layer}, rows from {i * group}")
 
 
@@ -191,7 +217,7 @@ def _parse(body: bytes, text_length: int, total: int, content: bytes) -> Header:
     n, anchor, group = int(about["tokens"]), int(about["anchor"]), int(about["group"])
     layers = tuple(LayerRows(*(int(x) for x in layer)) for layer in about["layers"])
     codec, dtype = about["codec"], DTYPES[about["dtype"]]
-    if codec not in CODECS or about["digest"] != "blake3-128":
+    if codec not in CODECS or about["digest"] != "xxh3-128":
         raise ValueError("codec or digest unknown")
     if n < 1 or group < 1 or anchor < 0 or not layers:
         raise ValueError("counts")

@@ -19,11 +19,12 @@ from kvweave.core.keys import ChunkIdentity, ChunkKey
 from kvweave.core.spec import KVLayout
 from kvweave.store.base import DAMAGED, Blob, Blobs, ChunkRecord, Miss, MissReason, PutHints, Rejected, TierError
 from kvweave.store.codec import CodecName, layer_rows
+from kvweave.store.host import HostStore
 from kvweave.store.reader import Extents, Loading, RecordReader, SharedBlob, Source, Unit, read_unit
 from kvweave.store.record import FIRST_READ, Header, check_identity, decode_header, header_length
 
 Promote = Callable[[ChunkRecord], object]
-PromoteLater = Callable[["RecordTier", ChunkIdentity, int], None]
+PromoteLater = Callable[["RecordTier", ChunkIdentity], None]
 _FIRST = (0, 0)  # opening goes before every load
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Seconds; upper bounds of the classes of ``Times``, a last one without a bound behind them."""
@@ -108,7 +109,8 @@ class OpenRecord:
         header = self._source.header
         layers = len(header.layers)
         extents = Extents.of(header, np.arange(header.num_tokens))
-        kv = read_unit(header, self._source.blob, Unit(0, layers, 0), extents, deadline)
+        size = sum(extents.rows * header.row_bytes(layer) for layer in range(layers))
+        kv = read_unit(self._source, Unit(0, layers, size), extents, deadline)
         keys, values = (tuple(kv[i][j] for i in range(layers)) for j in (0, 1))
         return ChunkRecord(header.identity, keys, values, header.prefill_ms)
 
@@ -135,7 +137,7 @@ class RecordTier:
         self,
         wanted: Sequence[ChunkIdentity],
         deadline: float,
-        promote: Promote | None = None,
+        promote: HostStore | None = None,
         promote_later: PromoteLater | None = None,
     ) -> list[OpenRecord | Miss]:
         """Open records, all at once, each on its own. ``deadline`` in ``time.monotonic()`` seconds."""
@@ -158,7 +160,7 @@ class RecordTier:
         self,
         wanted: ChunkIdentity,
         deadline: float,
-        promote: Promote | None = None,
+        promote: HostStore | None = None,
         promote_later: PromoteLater | None = None,
     ) -> OpenRecord | Miss:
         """Open one record on this thread."""
@@ -175,6 +177,8 @@ class RecordTier:
             self.counters.hits += 1
             self.counters.hit_tokens += len(wanted.token_ids)
         blob, header = opened
+        if promote is not None and not promote.admits(header.total):
+            promote = promote_later = None
         source = Source(
             tier=self.name,
             header=header,
@@ -182,8 +186,8 @@ class RecordTier:
             min_read=self.blobs.min_read,
             damaged=partial(self._damaged, wanted.key),
             finished=partial(self._count_load, header.prefill_ms / 1e3),
-            promote=None if promote is None else partial(self._promote, promote),
-            promote_later=None if promote_later is None else partial(promote_later, self, wanted, header.total),
+            promote=None if promote is None else partial(self._promote, promote.put),
+            promote_later=None if promote_later is None else partial(promote_later, self, wanted),
         )
         return OpenRecord(source, self._loading)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
@@ -21,9 +22,9 @@ from kvweave.store.codec import CodecName, round_trip
 from kvweave.store.erasure import Eraser
 from kvweave.store.host import HostStore
 from kvweave.store.io_pool import IOPool, Staging
-from kvweave.store.ranking import HeadsLast, Ranking
+from kvweave.store.ranking import Ranking, TextOrder
 from kvweave.store.reader import Loading
-from kvweave.store.record import encode
+from kvweave.store.record import EncodeBuffer, encode
 from kvweave.store.record_tier import RecordTier, TierCounters
 from kvweave.store.write_behind import WriteBehind
 
@@ -74,7 +75,7 @@ class TieredStore:
     ) -> None:
         self.host = host
         self.options = options or TierOptions()
-        self._ranking = ranking or HeadsLast()
+        self._ranking = ranking or TextOrder()
         self._pool = IOPool(self.options.threads)
         self.staging = Staging(self.options.staging)
         loading = Loading(self._pool, self.staging)
@@ -104,7 +105,7 @@ class TieredStore:
         deadline = time.monotonic() + self.options.lookup_timeout
         for tier in self.tiers:
             missing = [i for i, one in enumerate(found) if isinstance(one, Miss)]
-            answers = tier.find([wanted[i] for i in missing], deadline, self.host.put, self._promote_later)
+            answers = tier.find([wanted[i] for i in missing], deadline, self.host, self._promote_later)
             for i, answer in zip(missing, answers, strict=True):
                 before = found[i]
                 if not isinstance(answer, Miss) or not isinstance(before, Miss) or _tells_more(answer, before):
@@ -160,9 +161,7 @@ class TieredStore:
     def tier_stats(self) -> dict[str, TierStats]:
         """By tier, host memory not among them."""
         return {
-            tier.name: TierStats(
-                tier.snapshot(), *self._writers[tier.name].queued, dict(self._writers[tier.name].dropped)
-            )
+            tier.name: TierStats(tier.snapshot(), *self._writers[tier.name].queued, dict(self._writers[tier.name].dropped))
             for tier in self.tiers
         }
 
@@ -189,20 +188,25 @@ class TieredStore:
         return held
 
     def _writer(self, tier: RecordTier) -> Callable[[ChunkRecord, int], None]:
+        own = threading.local()
+
         def write(record: ChunkRecord, epoch: int) -> None:
-            value = encode(record, self._ranking, self.options.codec, self.options.writer)
+            if not hasattr(own, "buffer"):
+                own.buffer = EncodeBuffer()
+            value = encode(record, self._ranking, self.options.codec, self.options.writer, own.buffer)
             hints = PutHints(record.prefill_ms, len(record.identity.token_ids), epoch)
-            tier.put(record.key, value, hints, time.monotonic() + self.options.write_timeout)
+            if not tier.put(record.key, value, hints, time.monotonic() + self.options.write_timeout):
+                own.buffer.abandon()  # a medium that gave up may still be sending it
 
         return write
 
     def _holds(self, tier: RecordTier, identity: ChunkIdentity) -> bool:
         return tier.holds(identity, time.monotonic() + self.options.lookup_timeout)
 
-    def _promote_later(self, tier: RecordTier, identity: ChunkIdentity, size: int) -> None:
+    def _promote_later(self, tier: RecordTier, identity: ChunkIdentity) -> None:
         """Read a whole record into host memory when no request waits for the pool."""
         held = identity.key in self._promoting or self.host.contains(identity)
-        if held or len(self._promoting) >= _PROMOTIONS or not self.host.admits(size):
+        if held or len(self._promoting) >= _PROMOTIONS:
             return
 
         def promote() -> None:

@@ -31,21 +31,23 @@ class _Entry:
 
 
 class WriteBehind:
-    """One thread that hands records to ``write``. The record is referred to until ``write`` has returned.
+    """Threads that hand records to ``write``. A record is referred to until ``write`` has returned.
 
-    ``write`` gets the record and the tenant's epoch at the time it was offered.
+    ``write`` gets the record and the tenant's epoch at the time it was offered. Two threads: while one waits for the medium,
+    the other makes bytes.
     """
 
-    def __init__(self, write: Callable[[ChunkRecord, int], None], max_bytes: int) -> None:
+    def __init__(self, write: Callable[[ChunkRecord, int], None], max_bytes: int, threads: int = 2) -> None:
         self._write = write
         self._max_bytes = max_bytes
+        self._size = threads
         self._entries: dict[ChunkKey, _Entry] = {}
-        self._writing: ChunkRecord | None = None
+        self._writing: dict[ChunkKey, ChunkRecord] = {}
         self._bytes = 0
         self._number = 0
         self._closed = False
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self.dropped: Counter[str] = Counter()
         """Records that were never written, by reason: full, deleted, closed, error."""
 
@@ -53,14 +55,14 @@ class WriteBehind:
     def queued(self) -> tuple[int, int]:
         """Records and bytes that wait or are being written."""
         with self._changed:
-            busy = self._writing
-            return len(self._entries) + (busy is not None), self._bytes + (busy.num_bytes if busy is not None else 0)
+            busy = self._writing.values()
+            return len(self._entries) + len(busy), self._bytes + sum(record.num_bytes for record in busy)
 
     def offer(self, record: ChunkRecord, epoch: int, priority: Priority = 1, *, wait: bool = False) -> bool:
         """Queue a record; False if it was dropped. With ``wait`` it waits for room instead."""
         size = record.num_bytes
         with self._changed:
-            if record.key in self._entries or (self._writing is not None and self._writing.key == record.key):
+            if record.key in self._entries or record.key in self._writing:
                 return True
             if wait:
                 self._changed.wait_for(lambda: self._closed or self._fits(size))
@@ -84,14 +86,14 @@ class WriteBehind:
             for key in gone:
                 self._bytes -= self._entries.pop(key).record.num_bytes
             self.dropped["deleted"] += len(gone)
-            self._changed.wait_for(lambda: self._writing is None or not wanted(self._writing.key))
+            self._changed.wait_for(lambda: not any(wanted(key) for key in self._writing))
             self._changed.notify_all()
             return len(gone)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything offered so far is written; False if ``timeout`` (seconds) passed first."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._entries and self._writing is None, timeout)
+            return self._changed.wait_for(lambda: not self._entries and not self._writing, timeout)
 
     def close(self, timeout: float | None = None) -> bool:
         """Write what is queued, then stop. False if ``timeout`` passed: the rest is dropped, counted and logged."""
@@ -103,12 +105,12 @@ class WriteBehind:
             self._entries.clear()
             self._bytes = 0
             self._changed.notify_all()
-        if self._thread is not None and done:
-            self._thread.join()
+        for thread in self._threads if done else ():
+            thread.join()
         return done
 
     def _fits(self, size: int) -> bool:
-        return self._bytes + size <= self._max_bytes or (not self._entries and self._writing is None)
+        return self._bytes + size <= self._max_bytes or not (self._entries or self._writing)
 
     def _make_room(self, size: int, priority: int) -> bool:
         """Drop what matters less; what matters as much and came earlier stays."""
@@ -125,9 +127,10 @@ class WriteBehind:
         LOG.warning("a record of %d tokens was not written to the slower tiers: %s", len(record.identity.token_ids), why)
 
     def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvweave-write-behind", daemon=True)
-            self._thread.start()
+        if len(self._threads) < min(self._size, len(self._entries) + len(self._writing)):
+            thread = threading.Thread(target=self._run, name=f"kvweave-write-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def _run(self) -> None:
         while True:
@@ -138,15 +141,16 @@ class WriteBehind:
                 key, entry = max(self._entries.items(), key=lambda item: item[1])  # most important, then oldest
                 del self._entries[key]
                 self._bytes -= entry.record.num_bytes
-                self._writing = entry.record
+                self._writing[key] = entry.record
             start = time.perf_counter()
             try:
                 self._write(entry.record, entry.epoch)
             except Exception:  # a bug in a tier must not end the thread that all others write through
                 LOG.exception("a write failed after %.1f s", time.perf_counter() - start)
-                self.dropped["error"] += 1
+                with self._changed:
+                    self.dropped["error"] += 1
             finally:
                 with self._changed:
-                    self._writing = None
+                    del self._writing[key]
                     self._changed.notify_all()
                 del entry
