@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +19,8 @@ from torch import Tensor
 from kvweave.attention import AttentionBackend
 from kvweave.core.keys import Scope
 from kvweave.core.plan import Load, RequestPlan, split, validate
-from kvweave.core.report import Delta, Output, ReuseReport
+from kvweave.core.report import Delta, Output
+from kvweave.engine.accounting import Counters, make_report, note_loads
 from kvweave.engine.executor import Executor, PlanResult
 from kvweave.engine.lookup import find_reuse, without
 from kvweave.engine.profile import Profile
@@ -68,21 +68,6 @@ class EngineParts:
     """How the recompute ratio follows the rates of tiers below host memory; None: it doesn't."""
     load_timeout: float = 10.0
     """Seconds a load may take where nothing better is known."""
-
-
-@dataclass
-class Counters:
-    """Totals since the engine was made."""
-
-    tokens: Counter[str] = field(default_factory=Counter)
-    """Prompt tokens by class: exact, fused, recomputed, prefilled."""
-    requests: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    """(asked, ran, technique)"""
-    fallbacks: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(technique, reason)"""
-    lost_loads: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(tier, reason): loads that failed, whose chunks were computed instead."""
-    precomputed_tokens: int = 0
 
 
 class Engine:
@@ -299,7 +284,7 @@ class Engine:
         return scope.key.hex()
 
     def _begin(self, sequence: Sequence) -> None:
-        lookup = _looked_up(sequence)
+        lookup = sequence.looked_up
         sequence.plans = iter(lookup.technique.plan(lookup.plan_request))
         self._next_plan(sequence)
 
@@ -318,8 +303,8 @@ class Engine:
             if not self.allocator.writable(written):
                 raise PlanError("invalid plan: it writes to a shared slot")
         except PlanError as error:
-            raise PlanError(f"technique '{_looked_up(sequence).technique.name}': {error}") from error
-        ticket, timeout = next(self._tickets), self._load_timeout(_looked_up(sequence))
+            raise PlanError(f"technique '{sequence.looked_up.technique.name}': {error}") from error
+        ticket, timeout = next(self._tickets), self._load_timeout(sequence.looked_up)
         plan = replace(plan, loads=tuple(load.begin(ticket, timeout) for load in plan.loads))
         sequence.loads.extend(plan.loads)
         sequence.pending.extend(split(plan, self.parts.prefill_rows))
@@ -334,7 +319,7 @@ class Engine:
 
     def _restart_without(self, sequence: Sequence, lost: Load, reason: str) -> None:
         """A load failed: its chunk is computed instead. What is left may still be worth its technique."""
-        lookup, request = _looked_up(sequence), _looked_up(sequence).plan_request
+        lookup, request = sequence.looked_up, sequence.looked_up.plan_request
         sequence.restarts += 1
         tier = "" if lost.reader is None else lost.reader.tier
         broken = [h for h in (*request.exact_hits, *request.hits) if h.start <= int(lost.positions[0]) < h.stop]
@@ -351,7 +336,7 @@ class Engine:
 
     def _restart_exact(self, sequence: Sequence, reason: str) -> None:
         """Doubt: (re)start on the exact path, over the same slots."""
-        lookup = _looked_up(sequence)
+        lookup = sequence.looked_up
         lookup.plan_request = replace(lookup.plan_request, hits=())
         lookup.technique, lookup.ran, lookup.fallback_reason = Prefix(), "exact", reason
         sequence.forget_counts()
@@ -402,18 +387,20 @@ class Engine:
         """Exact KV of the first ``tokens`` tokens enters the tree; from the first fused token on nothing is exact."""
         if sequence.found is None:
             return
-        request = _looked_up(sequence).plan_request
+        request = sequence.looked_up.plan_request
         exact = request.exact_until if request.hits else tokens
         ids = (*sequence.prompt_ids, *sequence.output_ids)[:exact]
         self.tree.insert(ids, sequence.slots[:exact], self._namespace(sequence.found.scope))
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
         sequence.note("total_ms")
-        self._note_loads(sequence)
+        store, layout = self.parts.chunks.store, self.parts.pool.layout
+        if not sequence.restarts:
+            note_loads(sequence.loads, self.profile, layout, store.io_threads)
         self._publish(sequence, sequence.num_prompt + max(0, len(sequence.output_ids) - 1))
         self._leave(sequence)  # the tree keeps what was published
-        report = self._report(sequence)
-        self._count(report)
+        report = make_report(sequence, layout.num_layers)
+        self.counters.count(report)
         sequence.output = Output(
             text=sequence.stream.text,
             token_ids=tuple(sequence.output_ids),
@@ -424,67 +411,3 @@ class Engine:
         )
         last = sequence.deltas.pop() if sequence.deltas else Delta("", None)
         sequence.deltas.append(Delta(last.text, last.token_id, sequence.output))
-
-    def _note_loads(self, sequence: Sequence) -> None:
-        """What the tiers delivered, as the rate all I/O threads have together."""
-        if sequence.restarts:
-            return
-        layout = self.parts.pool.layout
-        per_layer = layout.bytes_per_token / layout.num_layers
-        begun = [(load, load.reader) for load in sequence.loads if load.reader is not None and load.reader.jobs]
-        for tier in {reader.tier for _, reader in begun}:
-            mine = [(load, reader) for load, reader in begun if reader.tier == tier]
-            size = sum(load.tokens.numel() * per_layer * (layout.num_layers - load.first_layer) for load, _ in mine)
-            threads = min(self.parts.chunks.store.io_threads, sum(reader.jobs for _, reader in mine))
-            self.profile.note_load(tier, int(size), sum(reader.load_seconds for _, reader in mine) / threads)
-
-    def _report(self, sequence: Sequence) -> ReuseReport:
-        lookup = _looked_up(sequence)
-        request = lookup.plan_request
-        reusable = request.candidates.numel()
-        layers = self.parts.pool.layout.num_layers
-        times = sequence.times
-        report = ReuseReport(
-            asked=sequence.request.asked,
-            ran=lookup.ran,
-            technique=sequence.request.technique.name,
-            prompt_tokens=sequence.num_prompt,
-            cached_tokens=request.num_cached,
-            fused_tokens=reusable - sequence.recomputed,
-            recomputed_tokens=sequence.recomputed,
-            prefilled_tokens=sequence.num_prompt - request.num_cached - reusable,
-            fallback_reason=lookup.fallback_reason,
-            ratio=getattr(lookup.technique if request.hits else sequence.request.technique, "ratio", None),
-            budget=sequence.charged / (layers * reusable) if reusable else 0.0,
-            segments=lookup.segments,
-            deviations=tuple(sequence.deviations),
-            loads=sequence.tier_loads(),
-            controller=lookup.decision,
-            timings={
-                "queue_ms": times["queue_ms"],
-                "lookup_ms": times["lookup_ms"] - times["queue_ms"],
-                "load_wait_ms": sequence.load_wait * 1e3,
-                "prefill_ms": times["prefill_ms"] - times["lookup_ms"],
-                "ttft_ms": times.get("ttft_ms", times["prefill_ms"]),
-                "decode_ms": times["total_ms"] - times.get("ttft_ms", times["total_ms"]),
-                "total_ms": times["total_ms"],
-            },
-        )
-        report.check()
-        return report
-
-    def _count(self, report: ReuseReport) -> None:
-        totals = self.counters
-        totals.tokens["exact"] += report.cached_tokens
-        totals.tokens["fused"] += report.fused_tokens
-        totals.tokens["recomputed"] += report.recomputed_tokens
-        totals.tokens["prefilled"] += report.prefilled_tokens
-        totals.requests[report.asked, report.ran, report.technique] += 1
-        if report.fallback_reason is not None:
-            totals.fallbacks[report.technique, report.fallback_reason] += 1
-
-
-def _looked_up(sequence: Sequence) -> Lookup:
-    if sequence.lookup is None:
-        raise IntegrityError("a sequence runs that was never looked up")
-    return sequence.lookup

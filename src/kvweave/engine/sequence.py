@@ -18,6 +18,7 @@ from kvweave.core.sampling import SamplingParams
 from kvweave.engine.executor import PlanResult
 from kvweave.engine.sampler import Sampler
 from kvweave.engine.text_stream import TextStream
+from kvweave.errors import IntegrityError
 from kvweave.index.chunks import Found
 from kvweave.reuse.base import ChunkHit, PlanRequest, Technique
 
@@ -118,6 +119,13 @@ class Sequence:
         """True unless the loads of the next plan still have to arrive at the first layer that wants them."""
         loads = self.pending[0].loads if self.pending else ()
         return all(load.reader is None or load.reader.ready(load.first_layer) for load in loads)
+
+    @property
+    def looked_up(self) -> Lookup:
+        """The lookup of a running request."""
+        if self.lookup is None:
+            raise IntegrityError("a sequence runs that was never looked up")
+        return self.lookup
 
     @property
     def found(self) -> Found | None:
