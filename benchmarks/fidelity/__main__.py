@@ -19,6 +19,7 @@ from benchmarks.fidelity.arms import KEY_ARMS, SPECS, Arm, select
 from benchmarks.fidelity.measure import Bench, GateFailed, Measured, Settings
 from benchmarks.fidelity.prompts import load_items
 from benchmarks.fidelity.report import Row, check_gates, make_rows, print_table
+from kvweave.config import Tiers
 from kvweave.errors import KvweaveError
 
 
@@ -44,6 +45,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", default="auto")
     add("--threads", type=int, default=1)
     add("--device", default="auto")
+    add("--codec", choices=("raw", "int8", "fp8"), default="raw", help="how the documents' KV is kept")
     add("--max-minutes", type=float, default=None, help="stop early, per data file; n of a row says how far it came")
     return parser.parse_args(argv)
 
@@ -69,7 +71,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         args.answer_tokens, args.draws, args.noise_rows, frozenset(args.gold_arms), frozenset(args.score_arms)
     )
     options = {"dtype": args.dtype, "threads": args.threads, "device": args.device, "prefill_rows": args.prefill_rows}
-    sizes = {"kv_pool": "768MiB", "chunk_cache": "1GiB"}
+    sizes = {"kv_pool": "768MiB", "chunk_cache": "1GiB", "tiers": Tiers(codec=args.codec)}
     bench = Bench(args.model, list(dict.fromkeys(a.anchor for a in arms)), settings, **options, **sizes)
     rows: list[Row] = []
     files = []
@@ -125,6 +127,7 @@ def meta(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
         "document_tokens": args.document_tokens,
         "answer_tokens": args.answer_tokens,
         "draws": args.draws,
+        "codec": args.codec,
         "dtype": str(built.dtype).removeprefix("torch."),
         "attention": built.attention,
         "threads": built.threads,

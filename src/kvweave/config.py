@@ -82,7 +82,7 @@ class Tiers:
     def disk_folder(self) -> tuple[Path, int]:
         """The folder and its capacity in bytes."""
         text = str(self.disk)
-        match = re.fullmatch(r"(.+):(\d[\d.]*\s*[A-Za-z]*)", text)
+        match = re.fullmatch(r"(.*):(\d[\d.]*\s*[A-Za-z]*)", text)
         folder, size = (match[1], match[2]) if match else (text, _DISK_SIZE)
         if not folder.strip():
             raise InvalidOption("The disk tier has no folder. Write FOLDER or FOLDER:SIZE.")

@@ -89,6 +89,10 @@ class FaultyBlobs:
         blob = self.blobs.open(key, deadline)
         return None if blob is None else _FaultyBlob(self, blob)
 
+    def contains(self, key: ChunkKey, deadline: float) -> bool:
+        self.before("contains", deadline)
+        return self.blobs.contains(key, deadline)
+
     def was_evicted(self, key: ChunkKey) -> bool:
         return self.blobs.was_evicted(key)
 
@@ -118,6 +122,10 @@ class FaultyBlobs:
     def raise_epoch(self, scope: bytes, epoch: int, deadline: float) -> None:
         self.before("raise_epoch", deadline)
         self.blobs.raise_epoch(scope, epoch, deadline)
+
+    def ping(self, deadline: float) -> None:
+        self.before("ping", deadline)
+        self.blobs.ping(deadline)
 
     def close(self) -> None:
         self.blobs.close()
@@ -189,6 +197,10 @@ class RecordingBlobs:
             self.opened += 1
         return _RecordedBlob(self, key, blob)
 
+    def contains(self, key: ChunkKey, deadline: float) -> bool:
+        self.note(Call("contains", key))
+        return self.blobs.contains(key, deadline)
+
     def was_evicted(self, key: ChunkKey) -> bool:
         return self.blobs.was_evicted(key)
 
@@ -221,6 +233,10 @@ class RecordingBlobs:
     def raise_epoch(self, scope: bytes, epoch: int, deadline: float) -> None:
         self.note(Call("raise_epoch"))
         self.blobs.raise_epoch(scope, epoch, deadline)
+
+    def ping(self, deadline: float) -> None:
+        self.note(Call("ping"))
+        self.blobs.ping(deadline)
 
     def close(self) -> None:
         self.note(Call("close"))

@@ -188,6 +188,20 @@ def test_delete_tells_how_many_there_were(blobs: Blobs) -> None:
     assert [get(blobs, key(i)) is None for i in range(5)] == [False, True, False, True, False]
 
 
+def test_whether_there_is_a_value(blobs: Blobs) -> None:
+    assert not blobs.contains(key(1), soon())
+    put(blobs, key(1), VALUE)
+    assert blobs.contains(key(1), soon())
+    assert not blobs.contains(key(1, scope=2), soon())
+    assert [info.hits for info in blobs.scan()] == [0]
+    blobs.discard(key(1), "checksum")
+    assert not blobs.contains(key(1), soon())
+
+
+def test_a_medium_that_is_there_answers(blobs: Blobs) -> None:
+    blobs.ping(soon())
+
+
 def test_scan_lists_values_and_scopes(blobs: Blobs) -> None:
     everything = {key(i, scope, model) for i in range(4) for scope in (1, 2) for model in (1, 2)}
     for at in everything:

@@ -13,8 +13,9 @@ import pytest
 
 from kvweave.errors import StoreError
 from kvweave.store.base import TierError
-from kvweave.store.catalog import SUFFIX, Catalog, Claim, Uncounted, Usage
+from kvweave.store.catalog import Catalog, Claim, Uncounted, Usage
 from kvweave.store.eviction import Limits
+from kvweave.store.files import SUFFIX, Files
 
 SCOPE, OTHER = b"\xaa", b"\xbb"
 
@@ -35,7 +36,7 @@ def plenty() -> int:
 
 @pytest.fixture
 def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    catalog = Catalog(tmp_path, patience=0.3)
+    catalog = Catalog(Files(str(tmp_path)), patience=0.3)
     catalog.counted()
     yield catalog
     catalog.close()
@@ -58,7 +59,7 @@ def test_rows_follow_files(catalog: Catalog, tmp_path: Path) -> None:
 
 
 def test_nothing_is_reserved_before_the_files_were_counted(tmp_path: Path) -> None:
-    catalog = Catalog(tmp_path)
+    catalog = Catalog(Files(str(tmp_path)))
     with pytest.raises(Uncounted):
         catalog.reserve(claim(1, 10), Limits(100), plenty, only_below_high=False)
     catalog.counted()
@@ -84,6 +85,21 @@ def test_claims_count_until_they_are_settled(catalog: Catalog, tmp_path: Path) -
     assert (found.name, found.size, found.prefill_ms) == (name(2), 60, 1.5)
 
 
+def test_a_file_that_was_moved_counts_where_it_is(catalog: Catalog, tmp_path: Path) -> None:
+    for i in range(2):
+        write(tmp_path, name(i), 10)
+    catalog.sync([name(0), name(1)])
+    (tmp_path / f"{name(0)}{SUFFIX}").rename(tmp_path / "aside")
+    (tmp_path / f"{name(1)}{SUFFIX}").unlink()
+    catalog.moved(name(0), "aside")
+    catalog.moved(name(1), "removed meanwhile")
+    assert catalog.claims() == [Claim("aside", name(0), 10, "")]
+    assert catalog.used() == {SCOPE: 10}
+    assert catalog.sizes() == {}
+    catalog.unclaim(["aside"])
+    assert catalog.used() == {}
+
+
 def test_space_of_the_file_system_is_shared_with_unfinished_writes(catalog: Catalog) -> None:
     spare = 100
     assert catalog.reserve(claim(1, 60), Limits(None), lambda: spare, only_below_high=False) is None
@@ -93,7 +109,7 @@ def test_space_of_the_file_system_is_shared_with_unfinished_writes(catalog: Cata
 
 
 def test_reservations_by_many_never_exceed_the_capacity(tmp_path: Path) -> None:
-    catalogs = [Catalog(tmp_path) for _ in range(3)]
+    catalogs = [Catalog(Files(str(tmp_path))) for _ in range(3)]
     catalogs[0].counted()
     granted: list[bool] = []
 
@@ -193,13 +209,13 @@ DAMAGE = [garbage, empty, missing, broken_page, other_version]
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_catalogue_is_replaced(damage: Callable[[Path], None], tmp_path: Path) -> None:
-    old = Catalog(tmp_path)
+    old = Catalog(Files(str(tmp_path)))
     write(tmp_path, name(0), 10)
     old.sync([name(0)])
     old.counted()
     old.close()
     damage(tmp_path / "catalog.sqlite")
-    catalog = Catalog(tmp_path)
+    catalog = Catalog(Files(str(tmp_path)))
     assert catalog.sizes() == {}
     assert catalog.get("counted") == 0
     catalog.sync([name(0)])
@@ -210,7 +226,7 @@ def test_a_damaged_catalogue_is_replaced(damage: Callable[[Path], None], tmp_pat
 
 @pytest.mark.parametrize("damage", [garbage, missing])
 def test_a_catalogue_replaced_under_a_running_process_is_opened_anew(damage: Callable[[Path], None], tmp_path: Path) -> None:
-    first, second = Catalog(tmp_path), Catalog(tmp_path)
+    first, second = Catalog(Files(str(tmp_path))), Catalog(Files(str(tmp_path)))
     first.set("x", 1)
     assert second.get("x") == 1
     second.close()
@@ -243,7 +259,7 @@ def test_a_locked_catalogue_is_busy_and_then_works_again(catalog: Catalog, tmp_p
 def test_files_are_private_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        catalog = Catalog(tmp_path)
+        catalog = Catalog(Files(str(tmp_path)))
         catalog.set("x", 1)
         modes = {p.name: p.stat().st_mode & 0o777 for p in tmp_path.iterdir()}
         catalog.close()

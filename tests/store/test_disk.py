@@ -28,7 +28,8 @@ from kvweave.errors import InvalidOption, StoreError
 from kvweave.store import folder
 from kvweave.store.aligned import BufferPool
 from kvweave.store.base import PutHints, Rejected, TierError
-from kvweave.store.disk import DiskBlobs, Quota
+from kvweave.store.disk import DiskBlobs
+from kvweave.store.eviction import Quota
 from kvweave.store.folder import file_system
 
 PAGE = 4096
@@ -286,7 +287,7 @@ def test_a_file_that_was_cut_gives_fewer_bytes(root: Path) -> None:
         put(store, key(1), 3)
         blob = store.open(key(1), FOREVER)
         assert blob is not None
-        os.truncate(store._path(key(1).name), PAGE + 100)
+        os.truncate(store._files.record(key(1).name), PAGE + 100)
         with blob.read(0, 3 * PAGE, FOREVER) as data:
             assert bytes(data) == content(key(1), 3)[: PAGE + 100]
         with blob.read(2 * PAGE, PAGE, FOREVER) as data:
@@ -433,8 +434,8 @@ def test_uses_reach_the_catalogue_in_batches(root: Path, monkeypatch: pytest.Mon
     with opened(root) as store:
         put(store, key(1))
         writes: list[int] = []
-        touch = store._catalog.touch
-        monkeypatch.setattr(store._catalog, "touch", lambda uses: (writes.append(len(uses)), touch(uses)))
+        touch = store._parts.catalog.touch
+        monkeypatch.setattr(store._parts.catalog, "touch", lambda uses: (writes.append(len(uses)), touch(uses)))
         for _ in range(50):
             get(store, key(1))
         assert len(writes) <= 1
@@ -517,22 +518,29 @@ def test_two_stores_on_one_folder_share_the_capacity(root: Path) -> None:
         assert one.epoch(A, FOREVER) == 1
 
 
-def test_an_erasure_during_a_write_takes_the_record_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("when", ["before", "after", "after, files not yet"])
+def test_an_erasure_during_a_write_takes_the_record_back(root: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     with opened(root) as store:
-        put(store, key(5))
+        put(store, key(5, B))
         rename = os.rename
 
         def erased_just_then(old: str, new: str) -> None:
-            rename(old, new)
-            if new.endswith(".kvr"):
-                monkeypatch.setattr(os, "rename", rename)
-                store.raise_epoch(A, 1, FOREVER)
+            if not new.endswith(".kvr"):
+                return rename(old, new)
+            monkeypatch.setattr(os, "rename", rename)
+            if when != "before":
+                rename(old, new)
+            store.raise_epoch(A, 1, FOREVER)
+            if when != "after, files not yet":
+                store.erase(A, FOREVER)
+            return rename(old, new) if when == "before" else None
 
         monkeypatch.setattr(os, "rename", erased_just_then)
         with pytest.raises(Rejected, match="stale"):
             put(store, key(1))
         assert not store.contains(key(1))
         assert store.stats().bytes == PAGE
+        assert store.stats().errors == 0
 
 
 def test_epochs_survive_the_catalogue_and_damage_to_them_refuses(root: Path) -> None:
@@ -612,7 +620,7 @@ def test_files_and_rows_are_compared_at_start(root: Path) -> None:
         assert not leftovers(root)
         assert (moved.parent / "notes.txt").exists()
         with opened(root) as other:  # a living process's temporary file stays
-            mine = moved.parent / f".tmp-{other._owners.name}-7"
+            mine = moved.parent / f".tmp-{other._parts.owners.name}-7"
             mine.write_bytes(b"x")
             with opened(root) as third:
                 assert third.reconciled.wait(5)
@@ -662,7 +670,7 @@ def test_a_locked_catalogue_fails_writes_only(root: Path) -> None:
         lock.execute("ROLLBACK")
         lock.close()
         put(store, key(2))
-        store._retry()
+        store._parts.cleanup.retry()
         assert store.stats().bytes == sum(files(root).values()) == PAGE
 
 
@@ -712,9 +720,9 @@ def test_the_file_system_is_that_of_the_innermost_mount(tmp_path: Path, monkeypa
 
 def test_the_free_space_floor_holds(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(root, free_floor=0.1) as store:
-        monkeypatch.setattr(store, "_file_system", lambda: (9000 * PAGE - sum(files(root).values()), 10000 * PAGE))
+        monkeypatch.setattr(store._files, "space", lambda: (9000 * PAGE - sum(files(root).values()), 10000 * PAGE))
         put(store, key(1), 50)
-        monkeypatch.setattr(store, "_file_system", lambda: (1060 * PAGE - sum(files(root).values()), 10000 * PAGE))
+        monkeypatch.setattr(store._files, "space", lambda: (1060 * PAGE - sum(files(root).values()), 10000 * PAGE))
         put(store, key(2), 8)
         put(store, key(3), 10)  # only by letting the oldest go
         assert [store.contains(key(i)) for i in (1, 2, 3)] == [False, True, True]
@@ -722,7 +730,7 @@ def test_the_free_space_floor_holds(root: Path, monkeypatch: pytest.MonkeyPatch)
             put(store, key(4), 61)
         assert store.contains(key(3))
     with opened(root, None) as admin:
-        monkeypatch.setattr(admin, "_file_system", lambda: (0, 1000 * PAGE))
+        monkeypatch.setattr(admin._files, "space", lambda: (0, 1000 * PAGE))
         with pytest.raises(Rejected, match="no_room"):  # without a capacity nothing is evicted
             put(admin, key(5))
         assert admin.contains(key(3))
@@ -830,10 +838,10 @@ def test_the_cost_policy_learns_from_headers_and_hints(root: Path) -> None:
     with opened(root, 10 * PAGE, policy="cost") as store:
         assert store.reconciled.wait(5)
         for _ in range(100):
-            if not store._catalog.without_prefill(1):
+            if not store._parts.catalog.without_prefill(1):
                 break
             time.sleep(0.02)
-        assert store._catalog.without_prefill(1) == []  # not records: looked at once, and not again
+        assert store._parts.catalog.without_prefill(1) == []  # not records: looked at once, and not again
 
 
 def test_ping_and_close(root: Path) -> None:
@@ -869,6 +877,6 @@ def test_a_process_taken_for_dead_while_it_starts_enters_itself_again(root: Path
 
     monkeypatch.setattr(folder, "lock_file", late)
     with opened(root) as store, opened(root) as other:
-        assert store._owners.name not in removed[0].name
-        assert other._owners.alive(store._owners.name)
-        assert not other._owners.alive(removed[0].stem)
+        assert store._parts.owners.name not in removed[0].name
+        assert other._parts.owners.alive(store._parts.owners.name)
+        assert not other._parts.owners.alive(removed[0].stem)

@@ -21,12 +21,15 @@ from typing import Any
 import pytest
 
 from kvweave.core.keys import ChunkKey
-from kvweave.store import aligned, catalog, disk, folder
+from kvweave.store import catalog, disk_upkeep
 from kvweave.store.base import PutHints, Rejected, TierError
 from kvweave.store.disk import DiskBlobs
 from tests.store.test_disk import FOREVER, PAGE, A, B, content, files, get, key, leftovers, opened, put
 
 CALLS = {"open", "write", "fchmod", "close", "rename", "fsync", "mkdir", "chmod", "stat", "fstat", "statvfs", "unlink"}
+MODULES = [
+    module for name, module in sys.modules.items() if name.startswith("kvweave.store.") and vars(module).get("os") is os
+]
 CALLS |= {"listdir", "scandir", "preadv", "rmdir"}
 
 
@@ -59,16 +62,16 @@ class Os:
 def watched(before: Callable[[int, str], None]) -> Iterator[Os]:
     proxy = Os(before)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (aligned, catalog, disk, folder):
+        for module in MODULES:
             patch.setattr(module, "os", proxy)
         yield proxy
 
 
-def quiet(root: Path, **options: Any) -> DiskBlobs:
+def quiet(root: Path, capacity: int = 10**9, **options: Any) -> DiskBlobs:
     """A store whose background thread sleeps."""
-    store = DiskBlobs(root, 10**9, free_floor=0.0, **options)
+    store = DiskBlobs(root, capacity, free_floor=0.0, **options)
     assert store.reconciled.wait(5)
-    assert store._tried.wait(5)
+    assert store._parts.upkeep.tried.wait(5)
     time.sleep(0.01)
     return store
 
@@ -79,7 +82,7 @@ def descriptors() -> int:
 
 @pytest.fixture(autouse=True)
 def rare_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "FLUSH_SECONDS", 3600.0)
+    monkeypatch.setattr(disk_upkeep, "FLUSH_SECONDS", 3600.0)
 
 
 @pytest.mark.parametrize("durability", ["cache", "durable"])
@@ -90,7 +93,7 @@ def test_a_write_that_fails_at_any_call_leaves_nothing(tmp_path: Path, code: int
     failed = 0
     for number in range(1, 200):
         chunk = key(number, bytes([number]) * 8)  # a new folder each time
-        before = (store._catalog.used(), descriptors())
+        before = (store._parts.catalog.used(), descriptors())
 
         def fail(n: int, name: str, number: int = number) -> None:
             if n == number:
@@ -106,9 +109,9 @@ def test_a_write_that_fails_at_any_call_leaves_nothing(tmp_path: Path, code: int
             failed += 1
             assert raised in (("no_room", "io") if code == errno.ENOSPC else ("io",))
             assert get(store, chunk) is None
-            assert (store._catalog.used(), descriptors()) == before
+            assert (store._parts.catalog.used(), descriptors()) == before
         assert not leftovers(tmp_path / "s")
-        assert sum(store._catalog.used().values()) == sum(files(tmp_path / "s").values())
+        assert sum(store._parts.catalog.used().values()) == sum(files(tmp_path / "s").values())
         put(store, chunk)
         assert get(store, chunk) == content(chunk)
         if calls.count < number:
@@ -132,10 +135,10 @@ def test_a_disk_that_dies_during_a_write_is_cleaned_when_it_is_back(tmp_path: Pa
 
         with watched(fail), contextlib.suppress(TierError):
             put(store, chunk)
-        unfinished += len(store._unfinished)
-        store._retry()
+        unfinished += store._parts.cleanup.pending
+        store._parts.cleanup.retry()
         assert not leftovers(tmp_path / "s")
-        assert sum(store._catalog.used().values()) == sum(files(tmp_path / "s").values())
+        assert sum(store._parts.catalog.used().values()) == sum(files(tmp_path / "s").values())
         assert get(store, chunk) in (None, content(chunk))
     assert unfinished >= 5
     store.close()
@@ -143,7 +146,7 @@ def test_a_disk_that_dies_during_a_write_is_cleaned_when_it_is_back(tmp_path: Pa
 
 def test_a_failing_catalogue_makes_the_write_fail_without_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = quiet(tmp_path / "s")
-    settle = store._catalog.settle
+    settle = store._parts.catalog.settle
     tries: list[int] = []
 
     def busy_once(claim: catalog.Claim) -> None:
@@ -152,12 +155,12 @@ def test_a_failing_catalogue_makes_the_write_fail_without_a_trace(tmp_path: Path
             raise TierError("busy")
         settle(claim)
 
-    monkeypatch.setattr(store._catalog, "settle", busy_once)
+    monkeypatch.setattr(store._parts.catalog, "settle", busy_once)
     with pytest.raises(TierError, match="busy"):
         put(store, key(1))
     assert len(tries) == 2
     assert files(tmp_path / "s") == {}
-    assert store._catalog.used() == {}
+    assert store._parts.catalog.used() == {}
     store.close()
 
 
@@ -205,15 +208,49 @@ def test_removals_that_fail_can_be_repeated(tmp_path: Path, what: str) -> None:
         with watched(fail) as calls, contextlib.suppress(TierError):
             remove()
         remove()
-        store._retry()
+        store._parts.cleanup.retry()
         assert store.open(key(1), FOREVER) is None
         assert get(store, key(2, B)) == content(key(2, B))
         store._refused.clear()
-        store._count_damaged()
-        assert sum(store._catalog.used().values()) == sum(files(tmp_path / "s").values())
+        store._parts.damaged.count()
+        assert sum(store._parts.catalog.used().values()) == sum(files(tmp_path / "s").values())
         if calls.count < number:
             return
     pytest.fail("never got through")
+
+
+def test_a_listing_without_a_catalogue_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.closing(quiet(tmp_path / "s")) as store:
+        put(store, key(1))
+        (chunk,) = store.scan()
+
+        def busy(tag: str | None) -> None:
+            raise TierError("busy")
+
+        monkeypatch.setattr(store._parts.catalog, "listing", busy)
+        assert [info.key for info in store.scan()] == [chunk.key]  # by the files
+
+        def fail(n: int, name: str) -> None:
+            raise OSError(errno.EIO, "dead")
+
+        with watched(fail), pytest.raises(TierError, match="dead"):
+            list(store.scan())
+
+
+def test_what_must_survive_a_power_failure_is_synced_before_and_after_it_gets_its_name(tmp_path: Path) -> None:
+    calls: list[str] = []
+    with watched(lambda n, name: calls.append(name)):
+        store = DiskBlobs(tmp_path / "s", 10**9, free_floor=0.0, durability="durable")
+        assert store._parts.upkeep.tried.wait(5)
+        epoch = len(calls)
+        store.raise_epoch(A, 1, FOREVER)
+        record = len(calls)
+        put(store, key(1, B))
+    store.close()
+    for start in (0, epoch, record):
+        renamed = calls.index("rename", start)
+        assert "fsync" in calls[start:renamed]
+        assert "fsync" in calls[renamed:]
 
 
 def forked(work: Callable[[], None]) -> int:
@@ -236,7 +273,7 @@ def check(root: Path, chunks: list[ChunkKey], capacity: int) -> int:
     with opened(root, capacity) as store:
         assert store.reconciled.wait(10)
         assert not leftovers(root)
-        assert list((root / "v1/owners").iterdir()) == [root / f"v1/owners/{store._owners.name}.lock"]
+        assert list((root / "v1/owners").iterdir()) == [root / f"v1/owners/{store._parts.owners.name}.lock"]
         found = 0
         for chunk in chunks:
             data = get(store, chunk)
@@ -247,7 +284,7 @@ def check(root: Path, chunks: list[ChunkKey], capacity: int) -> int:
         held = files(root)
         assert store.stats().bytes == sum(held.values()) <= capacity
         assert store.stats().records == found == len(held)
-        assert store._catalog.claims() == []
+        assert store._parts.catalog.claims() == []
     return found
 
 
@@ -261,14 +298,13 @@ def test_a_writer_killed_before_any_call_leaves_a_sound_store(tmp_path: Path) ->
         chunk = key(100 + number, bytes([number]) * 8)
 
         def work(number: int = number, chunk: ChunkKey = chunk) -> None:
-            store = quiet(root) if number % 2 else DiskBlobs(root, capacity, free_floor=0.0)
+            store = quiet(root, capacity) if number % 2 else DiskBlobs(root, capacity, free_floor=0.0)
             assert store.reconciled.wait(5)
 
             def die(count: int, name: str) -> None:
                 if count == number:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-            store._limits = type(store._limits)(capacity)
             with watched(die):
                 put(store, chunk)  # with an eviction
 
@@ -322,7 +358,7 @@ def test_the_check_after_a_crash_can_fail(tmp_path: Path) -> None:
     with opened(tmp_path / "s") as store:
         put(store, key(1))
         put(store, key(2))
-        path = Path(store._path(key(1).name))
+        path = Path(store._files.record(key(1).name))
     assert check(tmp_path / "s", [key(1), key(2)], 10**9) == 2
     path.write_bytes(path.read_bytes()[:100] + b"?" + path.read_bytes()[101:])
     with pytest.raises(AssertionError):

@@ -91,8 +91,8 @@ def run(root: Path, seconds: float, processes: int = 2) -> tuple[Counter[str], i
 def check(root: Path, seconds: float) -> Counter[str]:
     counts, most = run(root, seconds)
     assert counts["wrong"] == 0
-    assert counts["right"] > 50 * seconds
-    assert counts["evicted"] > 20 * seconds
+    assert counts["right"] > 5 * seconds
+    assert counts["evicted"] > 5 * seconds
     assert set(counts) <= {"right", "put", "evicted", "no_room", "wrong"}, counts
     assert counts["no_room"] <= counts["put"] / 20
     assert CAPACITY / 2 < most <= CAPACITY

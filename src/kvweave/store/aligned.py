@@ -31,13 +31,14 @@ class BufferPool:
 
     def __init__(self, keep: int = 256 * 2**20) -> None:
         self._keep = keep
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # memory may come back in a garbage collection on the very thread that holds it
         self._free: dict[int, list[mmap.mmap]] = {}
         self._kept = 0
 
     def lend(self, length: int) -> memoryview:
-        """Memory of at least ``length`` bytes. It comes back by itself when nothing refers to it any more, arrays and tensors
-        made of it included: whoever keeps a view never sees another record's bytes. Raises ``TierError("no_memory")``.
+        """Memory of at least ``length`` bytes. It comes back by itself when nothing refers to it any more, arrays and
+        tensors made of it included: whoever keeps a view never sees another record's bytes. Raises
+        ``TierError("no_memory")``.
         """
         buffer = self._take(max(_SMALLEST, 1 << (length - 1).bit_length()))
         array = np.frombuffer(buffer, np.uint8)
@@ -175,16 +176,16 @@ def direct_works(path: str) -> bool:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | DIRECT, 0o600)
     except OSError:  # tmpfs refuses here, others at the first read or write
+        return False
+    finally:  # already now: the descriptor is enough, and a crash leaves nothing
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-        return False
     try:
         return os.write(descriptor, page) == PAGE and os.preadv(descriptor, [page], 0) == PAGE
     except OSError:
         return False
     finally:
         os.close(descriptor)
-        os.unlink(path)
 
 
 def _close(descriptor: int) -> None:

@@ -193,6 +193,10 @@ class Blobs(Protocol):
         """None: there is no such value."""
         ...
 
+    def contains(self, key: ChunkKey, deadline: float) -> bool:
+        """True if there is a value; not a use, never waits longer than the deadline."""
+        ...
+
     def was_evicted(self, key: ChunkKey) -> bool:
         """True if the value is known to have made room for others; from memory alone."""
         ...
@@ -223,6 +227,10 @@ class Blobs(Protocol):
 
     def raise_epoch(self, scope: bytes, epoch: int, deadline: float) -> None:
         """Durably set the epoch to at least ``epoch``; every process that uses the medium sees it within a second."""
+        ...
+
+    def ping(self, deadline: float) -> None:
+        """Whether the medium can be used: raises ``TierError`` if not."""
         ...
 
     def close(self) -> None: ...

@@ -68,6 +68,9 @@ class Compressed:
         blob.close()
         return BytesBlob(value)
 
+    def contains(self, key: ChunkKey, deadline: float) -> bool:
+        return self._blobs.contains(key, deadline)
+
     def was_evicted(self, key: ChunkKey) -> bool:
         return self._blobs.was_evicted(key)
 
@@ -128,6 +131,9 @@ class Compressed:
 
     def raise_epoch(self, scope: bytes, epoch: int, deadline: float) -> None:
         self._blobs.raise_epoch(scope, epoch, deadline)
+
+    def ping(self, deadline: float) -> None:
+        self._blobs.ping(deadline)
 
     def close(self) -> None:
         self._blobs.close()

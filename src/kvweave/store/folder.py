@@ -1,14 +1,12 @@
-"""A store's folder: whether it may be one, its private folders and files, its epochs, and which processes use it."""
+"""A store's folder: whether it may be one, its epochs, and which processes use it."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
 import socket
-import stat
 import uuid
 from pathlib import Path
 
@@ -16,14 +14,12 @@ import psutil
 
 from kvweave.errors import InvalidOption
 from kvweave.store.base import TierError
-from kvweave.store.catalog import lock_file, private_file
+from kvweave.store.files import DAMAGED, READ_ONLY, lock_file, make_folders, private_file, replace_file, unlink
 
 _MARKER = "kvweave-store.json"
 _NETWORK = re.compile(
     r"nfs\d?|cifs|smb\w*|9p|afs|ceph|glusterfs|lustre|beegfs|gpfs|davfs|ocfs2|fuse\.(sshfs|s3fs|rclone|ceph|gluster\w*|juicefs|goofys)"
 )
-READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
-"""What the system says where nothing may be written."""
 
 
 class Epochs:
@@ -44,19 +40,12 @@ class Epochs:
 
     def raise_to(self, scope: bytes, epoch: int, patience: float) -> None:
         """Durably, to at least ``epoch``. Raises ``TierError``."""
-        temp = f"{self._path(scope)}.{uuid.uuid4().hex}"
         try:
             lock = private_file(f"{self._folder}/lock")
             try:
                 lock_file(lock, patience)
                 if self.read(scope) < epoch:
-                    descriptor = private_file(temp)
-                    with open(descriptor, "w", encoding="ascii") as file:
-                        file.write(str(epoch))
-                        file.flush()
-                        os.fsync(descriptor)
-                    os.rename(temp, self._path(scope))
-                    sync_folder(self._folder)
+                    replace_file(self._path(scope), str(epoch))
             finally:
                 os.close(lock)
         except OSError as error:
@@ -135,11 +124,8 @@ def prepare_root(root: Path) -> bool:
         ) from error
     try:
         if not marked:
-            temp = root / f".{_MARKER}.{uuid.uuid4().hex}"
-            os.close(private_file(str(temp)))
-            temp.write_text(json.dumps({"format": 1}))
-            os.rename(temp, root / _MARKER)
-        for name in ("epochs", "owners", "damaged"):
+            replace_file(str(root / _MARKER), json.dumps({"format": 1}))
+        for name in ("epochs", "owners", DAMAGED):
             make_folders(str(root), str(root / "v1" / name), durable=True)
         probe = root / "v1" / "owners" / f"probe-{uuid.uuid4().hex}"
         os.close(private_file(str(probe)))
@@ -179,50 +165,3 @@ def file_system(path: Path) -> str:
         if (place == point or place.startswith(f"{point}/")) and len(point) >= len(best):
             best, kind = point, mount.fstype
     return kind
-
-
-def make_folders(top: str, path: str, durable: bool) -> None:
-    """Create ``path`` and what is missing between it and ``top``, for the owner alone whatever the umask."""
-    if path == top or os.path.isdir(path):
-        return
-    make_folders(top, os.path.dirname(path), durable)
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, 0o700)
-        if stat.S_IMODE(os.stat(path).st_mode) != 0o700:
-            os.chmod(path, 0o700)
-    if durable:
-        sync_folder(os.path.dirname(path))
-
-
-def sync_folder(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def unlink(path: str) -> bool:
-    """True if there was such a file."""
-    try:
-        os.unlink(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
-
-
-def folders(path: str) -> list[str]:
-    """Sub-folders with hexadecimal names, sorted; none if ``path`` is gone."""
-    return sorted(entry.path for entry in entries(path) if is_hex(entry.name) and entry.is_dir(follow_symlinks=False))
-
-
-def entries(path: str) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(path) as entries:
-            return list(entries)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def is_hex(text: str) -> bool:
-    return len(text) % 2 == 0 and re.fullmatch("[0-9a-f]+", text) is not None

@@ -148,6 +148,9 @@ class Guarded:
         blob = self._call(lambda: self.blobs.open(key, deadline), deadline)
         return None if blob is None else _GuardedBlob(self, blob)
 
+    def contains(self, key: ChunkKey, deadline: float) -> bool:
+        return self._call(lambda: self.blobs.contains(key, deadline), deadline)
+
     def was_evicted(self, key: ChunkKey) -> bool:
         return self.blobs.was_evicted(key)
 
@@ -186,6 +189,9 @@ class Guarded:
 
     def raise_epoch(self, scope: bytes, epoch: int, deadline: float) -> None:
         self._call(lambda: self.blobs.raise_epoch(scope, epoch, deadline), deadline)
+
+    def ping(self, deadline: float) -> None:
+        self._call(lambda: self.blobs.ping(deadline), deadline)
 
     def close(self) -> None:
         self.blobs.close()

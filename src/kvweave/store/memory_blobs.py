@@ -57,6 +57,10 @@ class MemoryBlobs:
             value = self._values.get(key)
         return None if value is None else BytesBlob(value)
 
+    def contains(self, key: ChunkKey, deadline: float) -> bool:
+        with self._lock:
+            return key in self._values
+
     def was_evicted(self, key: ChunkKey) -> bool:
         return False
 

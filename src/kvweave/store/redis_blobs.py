@@ -81,6 +81,10 @@ class RedisBlobs:
             return None
         return _RedisBlob(self, name, size, memoryview(first))
 
+    def contains(self, key: ChunkKey, deadline: float) -> bool:
+        with self._talk(deadline):
+            return bool(self._redis.strlen(_name(key)))
+
     def was_evicted(self, key: ChunkKey) -> bool:
         """Whoever makes room there doesn't tell."""
         return False

@@ -77,6 +77,13 @@ class S3Blobs:
         first, meta = got
         return _S3Blob(self, self._path(key), int(meta["size"]), str(meta["e_tag"]), first)
 
+    def contains(self, key: ChunkKey, deadline: float) -> bool:
+        try:
+            self._call(lambda: self._store.head_async(self._path(key)), deadline, self._timeout)
+        except _Absent:
+            return False
+        return True
+
     def was_evicted(self, key: ChunkKey) -> bool:
         """Whoever makes room there doesn't tell."""
         return False

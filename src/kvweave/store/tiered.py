@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from kvweave.store.write_behind import WriteBehind
 
 LOG = logging.getLogger("kvweave.store")
 _BACKGROUND = 2**40  # a ticket behind all requests
+_EXIT_TIMEOUT = 30.0  # seconds a tier
 _PROMOTIONS = 64  # records on their way up in the background, at most
 
 
@@ -85,6 +87,8 @@ class TieredStore:
         self._writers = {tier.name: WriteBehind(self._writer(tier), self.options.write_queue) for tier in self.tiers}
         self._eraser = Eraser([t.blobs for t in self.tiers], host, self.options.secret)
         self._promoting: dict[ChunkKey, Future[None]] = {}
+        # A program that ends without closing the store still gets its queue written.
+        weakref.finalize(self, _flush_all, list(self._writers.values()))
 
     @property
     def io_threads(self) -> int:
@@ -215,6 +219,11 @@ class TieredStore:
         promoted = self._pool.submit((_BACKGROUND, 0), promote)
         self._promoting[identity.key] = promoted
         promoted.add_done_callback(lambda _: self._promoting.pop(identity.key, None))
+
+
+def _flush_all(writers: Sequence[WriteBehind]) -> None:
+    for writer in writers:
+        writer.flush(_EXIT_TIMEOUT)
 
 
 def _tells_more(answer: Miss, before: Miss) -> bool:
