@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -21,13 +22,17 @@ from benchmarks.fusion.__main__ import Ours
 from benchmarks.store import throughput
 from benchmarks.store.media import Throttled, redis_url
 from benchmarks.store.ttft import Arm, bytes_as_predicted, measure
+from kvweave.core.spec import KVLayout, LayerSpec
 from kvweave.engine.profile import calibrate
 from kvweave.llm import LLM
+from kvweave.store.aligned import direct_works
 from kvweave.store.base import Blobs
 from kvweave.store.disk import DiskBlobs
 from kvweave.store.tiered import TieredStore
 
 THROTTLES = {"disk, 150 MB/s and 8 ms a read": (150e6, 0.008), "disk, 35 MB/s": (35e6, 0.0)}
+LARGE = KVLayout((LayerSpec(32, 8, 128, 128),) * 32, torch.bfloat16)
+"""A chunk of 512 tokens of an 8B model with grouped-query attention: 64 MiB."""
 TECHNIQUES = ("cacheblend:ratio=0.15", "epic:ratio=0.15")
 
 
@@ -56,18 +61,21 @@ def run(args: argparse.Namespace, folder: Path, console: Console) -> dict[str, A
     llm = LLM(args.model, home=args.home, threads=threads, dtype=args.dtype)
     layout = llm.engine.parts.pool.layout
     rates = []
-    for codec in ("raw", "int8"):
-        console.print(f"throughput, codec {codec}")
-        rates.append(
-            throughput.measure(
-                layout,
-                folder,
-                count=args.records,
-                repeat=args.repeat,
-                threads=args.io_threads,
-                codec=codec,  # type: ignore[arg-type]
-            )
+    for label, shape, count, codec in (
+        (llm.name, layout, args.records, "raw"),
+        (llm.name, layout, args.records, "int8"),
+        ("8B shape", LARGE, max(1, args.records // 8), "raw"),
+    ):
+        console.print(f"throughput, {label}, codec {codec}")
+        found = throughput.measure(
+            shape,
+            folder,
+            count=count,
+            repeat=args.repeat,
+            threads=args.io_threads,
+            codec=codec,  # type: ignore[arg-type]
         )
+        rates.append({"layout": label} | found)
     console.print("restart")
     restarted = throughput.restart(folder, args.restart_records)
     with ExitStack() as stack:
@@ -79,6 +87,8 @@ def run(args: argparse.Namespace, folder: Path, console: Console) -> dict[str, A
     return {
         "write_ratio": rates[0]["write_ratio"],
         "read_ratio": rates[0]["read_ratio"],
+        "write_ratio_8b": rates[2]["write_ratio"],
+        "read_ratio_8b": rates[2]["read_ratio"],
         "write_gbs": rates[0]["write_gbs"],
         "read_gbs": rates[0]["read_gbs"],
         "ttft_ratio_disk_cacheblend": rows["disk, cacheblend:ratio=0.15"]["ttft_ratio"],
@@ -96,7 +106,7 @@ def run(args: argparse.Namespace, folder: Path, console: Console) -> dict[str, A
             "io_threads": args.io_threads,
             "prompt_tokens": len(ours.prompt.token_ids),
             "repeat": args.repeat,
-            "direct_io": DiskBlobs(folder / "probe", None).stats().direct,
+            "direct_io": direct_works(str(folder / "probe")),
         },
     }
 
@@ -155,8 +165,8 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(table)
     for rate in result["throughput"]:
         console.print(
-            f"{rate['codec']}: write {rate['write_gbs']:.2f} GB/s ({rate['write_ratio']:.2f} of the disk), "
-            f"read {rate['read_gbs']:.2f} GB/s ({rate['read_ratio']:.2f})"
+            f"{rate['layout']}, {rate['codec']}: write {rate['write_gbs']:.2f} GB/s ({rate['write_ratio']:.2f} of the disk's), "
+            f"read {rate['read_gbs']:.2f} ({rate['read_ratio']:.2f})"
         )
     console.print(f"restart: {result['restart']}; bytes as predicted: {result['bytes']}")
 

@@ -22,6 +22,7 @@ from kvweave.store.host import HostStore
 from kvweave.store.tiered import TieredStore, TierOptions
 
 TOKENS = 512
+_WRITERS = 2  # threads of the store's write-behind
 
 
 def make_records(layout: KVLayout, count: int, model: str) -> list[ChunkRecord]:
@@ -49,12 +50,15 @@ class RawFiles:
         self.data[:] = os.urandom(size)
 
     def write(self) -> None:
-        for path in self.paths:
-            handle = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | _direct(), 0o600)
-            try:
-                os.pwrite(handle, self.data, 0)
-            finally:
-                os.close(handle)
+        with ThreadPoolExecutor(_WRITERS) as pool:
+            list(pool.map(self._write, self.paths))
+
+    def _write(self, path: Path) -> None:
+        handle = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | _direct(), 0o600)
+        try:
+            os.pwrite(handle, self.data, 0)
+        finally:
+            os.close(handle)
 
     def read(self) -> None:
         with ThreadPoolExecutor(self.threads) as pool:
