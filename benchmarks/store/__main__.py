@@ -164,10 +164,11 @@ def show(result: dict[str, Any], console: Console) -> None:
         )
     console.print(table)
     for rate in result["throughput"]:
-        console.print(
-            f"{rate['layout']}, {rate['codec']}: write {rate['write_gbs']:.2f} GB/s ({rate['write_ratio']:.2f} of the disk's), "
-            f"read {rate['read_gbs']:.2f} ({rate['read_ratio']:.2f})"
+        parts = (
+            f"{what} {rate[f'{what}_gbs']:.2f} GB/s ({rate[f'{what}_ratio']:.2f} of the disk's)"
+            for what in ("write", "read")
         )
+        console.print(f"{rate['layout']}, {rate['codec']}: {', '.join(parts)}")
     console.print(f"restart: {result['restart']}; bytes as predicted: {result['bytes']}")
 
 

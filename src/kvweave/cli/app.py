@@ -7,8 +7,30 @@ from typing import Annotated, Any, Literal
 import typer
 
 from kvweave import __version__
+from kvweave.cli.cache import cache
 from kvweave.cli.environment import home_from_environment
-from kvweave.cli.output import LEVELS, set_log_level
+from kvweave.cli.options import (
+    REUSE,
+    SAMPLING,
+    TIERS,
+    ChunkCache,
+    Codec,
+    Controller,
+    Device,
+    DiskTier,
+    Dtype,
+    Json,
+    KvPool,
+    LogLevel,
+    MaxModelLen,
+    Model,
+    RemoteTier,
+    SecretFile,
+    Tenant,
+    Threads,
+    threads_of,
+    tiers_of,
+)
 
 app = typer.Typer(
     add_completion=True,
@@ -25,29 +47,7 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-def _set_log_level(level: str) -> str:
-    if level not in LEVELS:
-        raise typer.BadParameter(f"'{level}' is not one of {', '.join(LEVELS)}.")
-    set_log_level(level)
-    return level
-
-
-LogLevel = Annotated[
-    str,
-    typer.Option(
-        "--log-level", callback=_set_log_level, is_eager=True, help="debug, info, warning or error; debug shows traces."
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print exactly one JSON document.")]
-Model = Annotated[
-    str, typer.Option(help="'demo', a model directory, a .gguf or .whl file, or a hub name.", show_default=True)
-]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
-Threads = Annotated[str, typer.Option(help="CPU threads; auto measures.")]
-ENGINE = "Engine"
-SAMPLING = "Answer"
-REUSE = "Reuse"
+app.add_typer(cache, name="cache")
 
 
 @app.callback()
@@ -108,13 +108,15 @@ def ask(
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = "auto",
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Longest prompt plus answer, in tokens.", rich_help_panel=ENGINE)
-    ] = None,
-    kv_pool: Annotated[
-        str, typer.Option(help="Memory for KV of the prompt, such as 2GiB.", rich_help_panel=ENGINE)
-    ] = "auto",
-    chunk_cache: Annotated[str, typer.Option(help="Memory for KV of the documents.", rich_help_panel=ENGINE)] = "2GiB",
+    max_model_len: MaxModelLen = None,
+    kv_pool: KvPool = "auto",
+    chunk_cache: ChunkCache = "2GiB",
+    disk_tier: DiskTier = None,
+    remote_tier: RemoteTier = None,
+    codec: Codec = "raw",
+    tenant: Tenant = "default",
+    secret_file: SecretFile = None,
+    controller: Controller = "auto",
     json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The answer alone: no progress, no accounting.")] = False,
     log_level: LogLevel = "warning",
@@ -127,8 +129,10 @@ def ask(
     """
     from kvweave.cli.ask import AskJob, run
 
-    engine: dict[str, Any] = {"device": device, "dtype": dtype, "threads": _threads(threads), "max_model_len": max_model_len}
-    engine |= {"kv_pool": kv_pool, "chunk_cache": chunk_cache, "anchor": anchor, "home": home_from_environment()}
+    engine: dict[str, Any] = {"device": device, "dtype": dtype, "threads": threads_of(threads)}
+    engine |= {"max_model_len": max_model_len, "kv_pool": kv_pool, "chunk_cache": chunk_cache, "anchor": anchor}
+    engine |= {"home": home_from_environment(), "tenant": tenant, "controller": controller}
+    engine |= {"tiers": tiers_of(disk_tier, remote_tier, codec, secret_file)}
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     run(
         AskJob.of(
@@ -145,6 +149,52 @@ def ask(
         as_json=json,
         quiet=quiet,
     )
+
+
+@app.command()
+def precompute(
+    files: Annotated[
+        list[str],
+        typer.Argument(metavar="FILES...", help="Text, Markdown and JSONL files, and folders of them.", show_default=False),
+    ],
+    model: Model = "demo",
+    to: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--to", help="disk, remote or host: these tiers alone; may be repeated. Default: all.", rich_help_panel=TIERS
+        ),
+    ] = None,
+    disk_tier: DiskTier = None,
+    remote_tier: RemoteTier = None,
+    codec: Codec = "raw",
+    tenant: Tenant = "default",
+    secret_file: SecretFile = None,
+    anchor: Annotated[
+        str, typer.Option(help="What documents are computed behind: head (as in ask) or bos.", rich_help_panel=REUSE)
+    ] = "head",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = "auto",
+    max_model_len: MaxModelLen = None,
+    kv_pool: KvPool = "auto",
+    chunk_cache: ChunkCache = "2GiB",
+    json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    log_level: LogLevel = "warning",
+) -> int:
+    """Compute KV of documents once and keep it in the tiers. What is there already costs nothing, so it may be interrupted.
+
+    kvweave precompute notes/ --disk-tier ~/kv:20GiB
+    """
+    from kvweave.cli.precompute import PrecomputeJob, run
+
+    engine: dict[str, Any] = {"device": device, "dtype": dtype, "threads": threads_of(threads), "anchor": anchor}
+    engine |= {"max_model_len": max_model_len, "kv_pool": kv_pool, "chunk_cache": chunk_cache, "tenant": tenant}
+    tiers = tiers_of(disk_tier, remote_tier, codec, secret_file)
+    job = PrecomputeJob.of(
+        files=files, to=to or [], tiers=tiers, engine={**engine, "home": home_from_environment()}, model=model
+    )
+    return run(job, as_json=json, quiet=quiet)
 
 
 @app.command()
@@ -177,9 +227,5 @@ def doctor(
     """What this machine offers, what kvweave chose on it, and whether a model runs right. Exit code 3: a check failed."""
     from kvweave.cli.doctor import examine
 
-    engine = {"device": device, "dtype": dtype, "threads": _threads(threads), "home": home_from_environment()}
+    engine = {"device": device, "dtype": dtype, "threads": threads_of(threads), "home": home_from_environment()}
     return examine(None if no_model else model, engine, as_json=json, quiet=quiet)
-
-
-def _threads(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.metadata
 import math
 import os
 import secrets
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvweave.cli.output import LOG, Progress, print_json
+from kvweave.cli.output import LOG, Progress, apart, print_json
 from kvweave.cli.prompting import check_fits, make_prompt, to_documents
+from kvweave.cli.units import show_bytes
+from kvweave.cli.writing import close
 from kvweave.config import EngineConfig
 from kvweave.core.prompt import Document, Prompt, TokenPrompt
 from kvweave.core.report import Output
@@ -103,8 +103,18 @@ class Comparison:
 def run(job: AskJob, *, compare: bool, as_json: bool, quiet: bool) -> None:
     """Load, prefill the documents, answer, compare, show."""
     progress = Progress(quiet)
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+    with apart(as_json):
         llm, technique = _load(job, progress)
+    try:
+        _run(job, llm, technique, progress, compare=compare, as_json=as_json, quiet=quiet)
+    finally:
+        close(llm, progress)
+
+
+def _run(
+    job: AskJob, llm: LLM, technique: Technique, progress: Progress, *, compare: bool, as_json: bool, quiet: bool
+) -> None:
+    with apart(as_json):
         prompt = make_prompt(llm, to_documents(job.files), job.question)
         tokens = check_fits(llm, prompt, job.sampling.max_tokens)
         prefilled = _prefill(llm, prompt, progress) if technique.reuse == "fused" else None
@@ -178,9 +188,28 @@ def _compare(llm: LLM, prompt: Prompt, sampling: SamplingParams, output: Output,
 def _accounting(output: Output, prefilled: Prefilled | None, documents: int) -> str:
     times = output.reuse.timings
     line = f"{output.reuse}\n{output.reuse.technique}: first token after {times['ttft_ms']:,.0f} ms"
-    if prefilled is not None:
+    if prefilled is not None and prefilled.tokens:
         line += f"; {documents} documents had been prefilled in {prefilled.ms / 1e3:.1f} s"
-    return line
+    elif prefilled is not None:
+        line += f"; {documents} documents were there already"
+    return "\n".join([line, *_loads(output)])
+
+
+def _loads(output: Output) -> list[str]:
+    """What came from slower tiers than host memory, and what the controller made of that."""
+    report, lines = output.reuse, []
+    slow = {tier: load for tier, load in report.loads.items() if tier != "host"}
+    for tier, load in slow.items():
+        what = f"{load.chunks} chunks of {load.tokens:,} tokens, {show_bytes(load.bytes)}"
+        lines.append(f"loaded from {tier}: {what} in {load.load_ms:,.0f} ms of I/O")
+    if slow:
+        lines[-1] += f"; waited for {report.timings['load_wait_ms']:,.0f} ms"
+    if (made := report.controller) is not None:
+        lines.append(
+            f"controller '{made.policy}': {made.run}, ratio {made.ratio:.2f} (asked for {made.r_min:.2f}); expected first "
+            f"token after {made.predicted_ttft_ms:,.0f} ms, by full prefill {made.predicted_full_ms:,.0f} ms"
+        )
+    return lines
 
 
 def _verdict(output: Output, comparison: Comparison) -> str:

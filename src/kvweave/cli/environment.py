@@ -9,7 +9,9 @@ from pathlib import Path
 from kvweave.errors import ConfigError, suggest
 
 HOME = "KVWEAVE_HOME"
-KNOWN = (HOME,)
+DISK_TIER = "KVWEAVE_DISK_TIER"
+REMOTE_TIER = "KVWEAVE_REMOTE_TIER"
+KNOWN = (HOME, DISK_TIER, REMOTE_TIER)
 
 
 def home_from_environment(environ: Mapping[str, str] | None = None) -> Path | None:
@@ -24,3 +26,13 @@ def home_from_environment(environ: Mapping[str, str] | None = None) -> Path | No
             raise ConfigError(f"The environment variable '{name}' is unknown. {suggest(name, KNOWN)}")
     home = environ.get(HOME)
     return Path(home).expanduser() if home else None
+
+
+def disk_tier_from_environment(environ: Mapping[str, str] | None = None) -> str | None:
+    """``DIR`` or ``DIR:SIZE`` of ``KVWEAVE_DISK_TIER``, or None."""
+    return (os.environ if environ is None else environ).get(DISK_TIER) or None
+
+
+def remote_tiers_from_environment(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """The URLs of ``KVWEAVE_REMOTE_TIER``, white space between them."""
+    return tuple((os.environ if environ is None else environ).get(REMOTE_TIER, "").split())

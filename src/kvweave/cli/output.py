@@ -34,6 +34,11 @@ def set_log_level(level: str) -> None:
         os.environ["TRANSFORMERS_VERBOSITY"] = "debug"
 
 
+def apart(as_json: bool) -> contextlib.AbstractContextManager[object]:
+    """With JSON on stdout, whatever else is printed goes to stderr."""
+    return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+
+
 def print_json(document: Any) -> None:
     """The one JSON document of a ``--json`` run; ASCII, so that no encoding can break it."""
     print(json.dumps(document, indent=2, allow_nan=False))
