@@ -26,7 +26,14 @@ ASK = SamplingParams(max_tokens=4)
 
 
 def make(directory: Path, home: Path, tiers: Tiers, **options: Any) -> LLM:
-    base = {"threads": 1, "dtype": "float32", "attention": "blocked", "min_reuse_tokens": 0, "min_chunk": 8, "controller": "off"}
+    base = {
+        "threads": 1,
+        "dtype": "float32",
+        "attention": "blocked",
+        "min_reuse_tokens": 0,
+        "min_chunk": 8,
+        "controller": "off",
+    }
     return LLM(directory, home=home, tiers=tiers, **(base | options))
 
 
@@ -249,6 +256,17 @@ def test_a_tier_that_cant_start_is_an_error_at_start(tiny_model_dir: Path, tmp_p
             Tiers(**wrong)  # type: ignore[arg-type]
     with pytest.raises(UnknownOption, match="Did you mean 'remote'"):
         Tiers.of(remotes="x")
+
+
+def test_a_relative_folder_and_two_remotes_of_one_kind(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    filled(tiny_model_dir, tmp_path, Tiers(disk="store"))
+    assert len(records(tmp_path)) == 3
+    server = RedisServer(tmp_path)
+    with server.running(), pytest.raises(InvalidOption, match="two of one kind"):
+        make(tiny_model_dir, tmp_path, Tiers(remote=(server.url, f"{server.url}?ttl=1d")))
 
 
 def test_a_secret_separates_and_unites(tiny_model_dir: Path, tmp_path: Path, disk: Tiers) -> None:

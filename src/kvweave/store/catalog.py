@@ -22,10 +22,8 @@ from typing import Any, NamedTuple
 
 from kvweave.errors import StoreError
 from kvweave.store.base import TierError
-from kvweave.store.catalog_db import CatalogFull as CatalogFull
 from kvweave.store.catalog_db import Database
 from kvweave.store.eviction import Entry, Limits, Need, decayed
-from kvweave.store.files import SUFFIX as SUFFIX
 from kvweave.store.files import Files, scope_of, size_of, unlink
 
 GHOSTS = 65_536

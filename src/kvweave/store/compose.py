@@ -37,6 +37,9 @@ def open_store(host_bytes: int, tiers: Tiers, layout: KVLayout) -> TieredStore:
 
             media.append(open_remote(url))
             opened.callback(media[-1].close)
+        if len({medium.name for medium in media}) < len(media):
+            names = ", ".join(medium.name for medium in media)
+            raise InvalidOption(f"The tiers are {names}: two of one kind can't be told apart. Give one of each.")
         store = TieredStore(HostStore(host_bytes, tenant_quota=quota), media, layout=layout, options=options)
         opened.pop_all()
         return store

@@ -72,6 +72,7 @@ class DiskBlobs:
         _check_options(policy, free_floor, direct, durability)
         limits = Limits(capacity, default_quota or Quota(), dict(quotas or {}))
         self.name = name
+        root = root.absolute()  # whatever folder the process goes to later
         self.read_only = not prepare_root(root)
         self._limit = capacity
         self._patience = patience

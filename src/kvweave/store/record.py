@@ -8,11 +8,11 @@ header                  JSON (fingerprint, counts, layers, dtype, codec, order, 
 sections                one a layer, ascending, each at a multiple of 4,096; rows in ``perm`` order
 ======================  ===========================================================================================
 
-Rows lie by importance (``store.ranking``), so the rows that a technique doesn't recompute lie together in every section: one
-contiguous read a layer for any recompute ratio, rounded up to groups of 32 rows, the unit that is checked. Rows carry XXH3-128
-digests (BLAKE3 took longer than the reads themselves on two cores: docs/log.md), the header, and with it those digests, a
-BLAKE3-128. Nothing in a header is trusted before its digest was checked, no length before it was compared with the size of the
-value.
+Rows lie by importance (``store.ranking``), so the rows that a technique doesn't recompute lie together in every
+section: one contiguous read a layer for any recompute ratio, rounded up to groups of 32 rows, the unit that is
+checked. Rows carry XXH3-128 digests (BLAKE3 took longer than the reads themselves on two cores: docs/log.md), the
+header, and with it those digests, a BLAKE3-128. Nothing in a header is trusted before its digest was checked, no
+length before it was compared with the size of the value.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 import time
 from bisect import bisect_left
@@ -23,6 +24,7 @@ from kvweave.store.host import HostStore
 from kvweave.store.reader import Extents, Loading, RecordReader, SharedBlob, Source, Unit, read_unit
 from kvweave.store.record import FIRST_READ, Header, check_identity, decode_header, header_length
 
+LOG = logging.getLogger("kvweave.store")
 Promote = Callable[[ChunkRecord], object]
 PromoteLater = Callable[["RecordTier", ChunkIdentity], None]
 _FIRST = (0, 0)  # opening goes before every load
@@ -191,16 +193,13 @@ class RecordTier:
         )
         return OpenRecord(source, self._loading)
 
-    def holds(self, identity: ChunkIdentity, deadline: float) -> bool:
-        """True if the record is there and its header is right; neither counted nor a use."""
+    def holds(self, key: ChunkKey, deadline: float) -> bool:
+        """True if the medium has such a value; neither counted nor a use. Whether it is right shows when it is read."""
         try:
-            opened = self._open(identity, deadline)
+            return self.blobs.contains(key, deadline)
         except TierError as error:
-            self._damaged(identity.key, error.reason)
+            LOG.warning("tier %s can't tell whether it holds a record: %s", self.name, error)
             return False
-        if opened is not None:
-            opened[0].close()
-        return opened is not None
 
     def read_into(self, identity: ChunkIdentity, take: Promote, deadline: float) -> None:
         """Read a whole record on this thread; what goes wrong is counted."""

@@ -205,7 +205,7 @@ class TieredStore:
         return write
 
     def _holds(self, tier: RecordTier, identity: ChunkIdentity) -> bool:
-        return tier.holds(identity, time.monotonic() + self.options.lookup_timeout)
+        return tier.holds(identity.key, time.monotonic() + self.options.lookup_timeout)
 
     def _promote_later(self, tier: RecordTier, identity: ChunkIdentity) -> None:
         """Read a whole record into host memory when no request waits for the pool."""
