@@ -83,7 +83,6 @@ def run(args: argparse.Namespace, folder: Path, console: Console) -> dict[str, A
         arms, ours = make_arms(llm, folder, url, args.io_threads)
         rows = measure(arms, ours, args.repeat, lambda line: console.print(line))
         predicted = bytes_as_predicted(arms["disk, epic:ratio=0.15"], ours)
-    rows |= {"disk": rows["disk, epic:ratio=0.15"]}
     return {
         "write_ratio": rates[0]["write_ratio"],
         "read_ratio": rates[0]["read_ratio"],

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -77,39 +78,37 @@ def _direct() -> int:
     return getattr(os, "O_DIRECT", 0)
 
 
+def write_all(store: TieredStore, records: list[ChunkRecord]) -> None:
+    for record in records:
+        store.put(record, wait=True)
+    store.flush()
+
+
+def read_all(store: TieredStore, records: list[ChunkRecord]) -> None:
+    """Every layer of every record, layer by layer, as a prefill takes them."""
+    found = [f for f in store.find([r.identity for r in records]) if not isinstance(f, Miss)]
+    if len(found) < len(records):
+        raise RuntimeError(f"{len(records) - len(found)} records are missing")
+    readers = [f.read(torch.arange(TOKENS), 0, i, 60.0) for i, f in enumerate(found)]
+    for layer in range(len(records[0].keys)):
+        for reader in readers:
+            reader.layer(layer)
+    for f in found:
+        f.close()
+
+
 def measure(
     layout: KVLayout, folder: Path, *, count: int, repeat: int, threads: int, codec: CodecName = "raw"
 ) -> dict[str, Any]:
     """GB/s (10^9 bytes of record a second): medians over ``repeat`` turns of store and raw disk."""
-    layers = torch.arange(TOKENS)
     seconds: dict[str, list[float]] = {}
     cpu: dict[str, list[float]] = {}
     size = 0
+    disk = DiskBlobs(folder / "store", 8 * 2**30)
+    options = TierOptions(codec=codec, threads=threads, staging=64 * 2**20)
+    store = TieredStore(HostStore(0), [disk], layout=layout, options=options)  # one for all turns, as in a server
     for turn in range(repeat + 1):
         records = make_records(layout, count, f"{codec}-{turn}")
-        disk = DiskBlobs(folder / "store", 8 * 2**30)
-        store = TieredStore(
-            HostStore(0), [disk], layout=layout, options=TierOptions(codec=codec, threads=threads, staging=64 * 2**20)
-        )
-        if not disk.reconciled.wait(30):
-            raise RuntimeError("the store folder was not counted within 30 s")
-
-        def write(store: TieredStore = store, records: list[ChunkRecord] = records) -> None:
-            for record in records:
-                store.put(record, wait=True)
-            store.flush()
-
-        def read(store: TieredStore = store, records: list[ChunkRecord] = records) -> None:
-            found = store.find([r.identity for r in records])
-            readers = [f.read(layers, 0, i, 60.0) for i, f in enumerate(found) if not isinstance(f, Miss)]
-            if len(readers) < count:
-                raise RuntimeError(f"{count - len(readers)} records are missing")
-            for layer in range(layout.num_layers):
-                for reader in readers:
-                    reader.layer(layer)
-            for f in found:
-                if not isinstance(f, Miss):
-                    f.close()
 
         def timed(name: str, work: Callable[[], None], keep: bool = turn > 0) -> None:
             start, start_cpu = time.perf_counter(), time.process_time()
@@ -118,16 +117,16 @@ def measure(
                 seconds.setdefault(name, []).append(time.perf_counter() - start)
                 cpu.setdefault(name, []).append(time.process_time() - start_cpu)
 
-        timed("write", write)
-        size = store.tiers[0].counters.bytes_written // count
+        timed("write", partial(write_all, store, records))
+        size = store.tiers[0].counters.bytes_written // (count * (turn + 1))
         raw = RawFiles(folder, count, size, 4096 * max(1, size // layout.num_layers // 4096), threads)
         timed("raw write", raw.write)
-        timed("read", read)
+        timed("read", partial(read_all, store, records))
         timed("raw read", raw.read)
         store.remove([r.key for r in records])
-        store.close()
         for path in raw.paths:
             path.unlink()
+    store.close()
     rate = {name: count * size / median(times) / 1e9 for name, times in seconds.items()}
     return {
         "codec": codec,

@@ -26,8 +26,8 @@ class Ranking(Protocol):
 
 
 class TextOrder:
-    """As in the text. Under the rule that a chunk's first tokens matter most (EPIC, arXiv:2410.15332) what is recomputed lies
-    at the start, and the rest is contiguous. Rows in text order are also handed out without another copy.
+    """As in the text. Under the rule that a chunk's first tokens matter most (EPIC, arXiv:2410.15332) what is recomputed
+    lies at the start, and the rest is contiguous. Rows in text order are also handed out without another copy.
     """
 
     name: ClassVar[str] = "text/1"
