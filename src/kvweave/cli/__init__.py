@@ -1,4 +1,7 @@
-"""The command line: ``kvweave ask | precompute | cache | models | techniques | doctor``. Importing it loads neither torch nor transformers."""
+"""The command line: ``kvweave ask | precompute | cache | models | techniques | doctor``.
+
+Importing it loads neither torch nor transformers.
+"""
 
 from __future__ import annotations
 
