@@ -466,7 +466,8 @@ def test_erasure(cache: Callable[..., Ran], precompute: Callable[..., Ran], full
     assert len(records(full)) == 6
     receipt = cache("erase", "ada", "--yes").document
     assert receipt["tiers"]["disk"]["records"] == 3
-    assert (receipt["epoch"], receipt["pending"]) == (1, [])
+    assert receipt["epoch"] > 0
+    assert receipt["pending"] == []
     assert len(receipt["digest"]) == 64
     assert len(records(full)) == 3
     assert "Receipt erase-" in cache("erase", "ada", "--yes", json=False).out

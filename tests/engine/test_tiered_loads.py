@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvweave.engine.profile import Profile
+from kvweave.engine.sequence import Sequence as Running
+from kvweave.index.chunks import Found
 from kvweave.reuse.controller import Costs
 from kvweave.store.base import Blobs
 from kvweave.store.host import HostStore
@@ -296,3 +302,89 @@ def test_a_lossy_codec_is_never_exact_and_the_same_in_every_tier(codec: str) -> 
     behind = prompt_of([BOS], ("doc", documents[1]), doc(7, 3))  # stands where its anchor says
     assert in_memory(documents).run(behind, "prefix").report.cached_tokens > 0
     assert far.run(behind, "prefix").report.cached_tokens <= 1, "BOS at most"
+
+
+def test_a_request_that_waits_for_slots_sees_an_erasure() -> None:
+    documents, prompt = standard()
+    lab = filled(MemoryBlobs(), documents, host=2**30, slots=len(prompt.token_ids) + 60)
+    running = lab.add(prompt_of([BOS, 5], doc(40, 7)), "full", max_tokens=40)
+    lab.engine.step()
+    waiting = lab.add(prompt, "naive", max_tokens=1)
+    wait([waiting.looking])  # type: ignore[list-item]
+    lab.engine.step()
+    assert lab.engine.scheduler.waiting, "there is no room for it yet"
+    lab.engine.erase()
+    lab.engine.run([running, waiting])
+    assert waiting.output is not None
+    assert {s.result for s in waiting.output.reuse.segments} == {"miss"}
+    assert lab.store.host.stats().records == 0
+
+
+def test_an_answer_that_comes_between_admission_and_waiting() -> None:
+    """The lookup finishes after the request wasn't admitted because of it, and before the step waits for it."""
+    documents, prompt = standard()
+    lab = filled(MemoryBlobs(), documents)
+    sequence = lab.add(prompt, "naive")
+    looking = sequence.looking
+    assert looking is not None
+    wait([looking])
+    found = looking.result()
+    late: Future[Found] = Future()
+    sequence.looking = late
+    admit = lab.engine.scheduler.admit
+
+    def admit_then_answer(start: Callable[[Running], bool]) -> None:
+        admit(start)
+        if not late.done():
+            late.set_result(found)
+
+    lab.engine.scheduler.admit = admit_then_answer  # type: ignore[method-assign]
+    lab.engine.run([sequence])
+    assert sequence.output is not None
+    assert sequence.output.reuse.fused_tokens > 0
+
+
+def test_a_small_staging_area_starves_nobody_and_a_stuck_read_costs_its_deadline() -> None:
+    documents, prompt = standard()
+    for staging, stuck in ((1, 0.0), (2**29, 3.0)):
+        medium = FaultyBlobs(MemoryBlobs())
+        lab = filled(medium, documents, options=TierOptions(staging=staging), slots=1500)
+        lab.engine.parts = replace(lab.engine.parts, load_timeout=0.2)
+        long = lab.add(prompt_of([BOS, 5]), "full", max_tokens=400)
+        lab.engine.step()
+        late = lab.add(prompt, "epic:k=4", max_tokens=1)
+        wait([late.looking])  # type: ignore[list-item]
+        medium.before = lambda operation, deadline, stuck=stuck: time.sleep(stuck) if operation == "read" else None  # type: ignore[assignment, misc, return-value]
+        while late.output is None:
+            lab.engine.step()
+        assert long.output is None, "it isn't kept waiting until the others are done"
+        assert late.output.reuse.ran == ("exact" if stuck else "fused")
+        lab.engine.abort(long)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "{}",
+        "[]",
+        "x",
+        '{"format": 1, "prefills": [[128, 128, NaN], [128, 128, 0], [128, 128, -1]], "loads": {"memory": [0, NaN, -1]}}',
+        '{"format": 1, "prefills": [[Infinity, 1, 1.0]], "loads": {"memory": []}}',
+        '{"format": 1, "prefills": 3, "loads": []}',
+    ],
+)
+def test_a_profile_that_makes_no_sense_is_measured_anew(data: str, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(data)
+    profile = Profile(path)
+    assert not profile.measured
+    for rows in (64, 128, 256):
+        profile.note_prefill(rows, rows, rows * 1e-3)
+        profile.note_prefill(rows, rows, float("nan"))
+    profile.note_load("memory", 2**20, 0.0)
+    costs = profile.costs()
+    assert costs is not None
+    assert costs.bandwidth == {}
+    assert costs.prefill(128, 128) == pytest.approx(0.128, rel=0.05)
+    profile.save()
+    assert Profile(path).measured

@@ -327,7 +327,7 @@ def test_removed_records_are_gone_for_a_running_engine(admin: StoreFolder, root:
 
 def test_erasure(admin: StoreFolder, root: Path, stored: list[ChunkRecord]) -> None:
     receipt = admin.erase("ada")
-    assert (receipt.scope, receipt.epoch, receipt.pending) == (tag_of("ada"), 1, ())
+    assert (receipt.scope, receipt.pending) == (tag_of("ada"), ())
     assert set(receipt.tiers) == {"disk"}
     assert receipt.tiers["disk"].records == 8
     assert receipt.tiers["disk"].bytes > 0
@@ -335,8 +335,8 @@ def test_erasure(admin: StoreFolder, root: Path, stored: list[ChunkRecord]) -> N
     assert {i.key.scope.hex() for i in admin.select(Selection())} == {tag_of("bob")}
     assert not list(root.glob(f"v1/*/{tag_of('ada')}/*"))
     assert found_by_an_engine(root, stored) == [r.key.scope != Scope.of("ada").tag for r in stored]
-    assert admin.epoch(Scope.of("ada").tag) == 1
-    assert admin.erase("ada").epoch == 2
+    assert admin.epoch(Scope.of("ada").tag) == receipt.epoch > 0
+    assert admin.erase("ada").epoch > receipt.epoch
     assert tag_of("bob", SECRET) != tag_of("bob")
     assert admin.erase("bob", SECRET).tiers["disk"].records == 0
     assert len(admin.select(Selection())) == 8

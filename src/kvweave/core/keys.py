@@ -45,6 +45,7 @@ class Scope:
 
     tag: bytes
     key: bytes
+    epoch: int = 0
 
     @classmethod
     def of(cls, tenant: str, epoch: int = 0, secret: bytes = b"") -> Scope:
@@ -53,6 +54,7 @@ class Scope:
         return cls(
             tag=blake3(name, derive_key_context=_TAG_CONTEXT).digest(length=8),
             key=blake3(name + epoch.to_bytes(8, "little"), derive_key_context=_TENANT_CONTEXT).digest(),
+            epoch=epoch,
         )
 
 

@@ -81,11 +81,15 @@ class Engine:
         self.executor = Executor(parts.adapter, parts.pool, parts.attention)
         self.scheduler: Scheduler[Sequence] = Scheduler(parts.max_step_rows)
         self.counters = Counters()
+        self._closed = False
+        self._no_room: Sequence | None = None
+        """The waiting request that this step had no slots for."""
         self._lookups = ThreadPoolExecutor(_LOOKUP_THREADS, thread_name_prefix="kvweave-lookup")
         self._tickets = itertools.count(1)
 
     def add(self, request: Request) -> Sequence:
         """Queue a request. Raises as ``check`` does."""
+        self.check_open()
         max_new = self.check(request)
         stream = TextStream(self.parts.make_decoder(), request.params.stop)
         sequence = Sequence(request, stream, max_new)
@@ -104,11 +108,16 @@ class Engine:
         sequence.looking = Future()
         sequence.looking.set_result(chunks.lookup(request.prompt, request.anchors))
 
+    def check_open(self) -> None:
+        if self._closed:
+            raise InvalidRequest("This engine was closed. Make a new LLM.")
+
     def close(self) -> None:
         """Stop what runs, forget the exact prefixes, write what is queued to the tiers."""
         for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
             self.abort(sequence, "the engine was closed")
-        self._lookups.shutdown()
+        self._closed = True
+        self._lookups.shutdown(wait=False, cancel_futures=True)
         self.tree.clear_all()
         self.parts.chunks.store.close()
         self.profile.save()
@@ -139,6 +148,7 @@ class Engine:
 
     def step(self) -> list[Sequence]:
         """Run one batch; returns its sequences. A request's own error ends that request, a failed forward the batch."""
+        self._no_room = None
         self.scheduler.admit(self._start)
         batch = self.scheduler.schedule()
         if not batch:
@@ -169,7 +179,7 @@ class Engine:
         first = next(iter(self.scheduler.waiting), None)
         if first is None:
             return
-        if first.looking is None or first.looking.done():
+        if first is self._no_room or first.looking is None:
             raise IntegrityError("a waiting request can't start although nothing runs")
         wait([first.looking])
 
@@ -229,13 +239,14 @@ class Engine:
     def _start(self, sequence: Sequence) -> bool:
         """Reserve slots, look up what is cached and compile the first plan; False if that isn't possible yet."""
         with self._own_errors(sequence):
-            if sequence.looking is not None and sequence.found is None:
+            if not self._answered(sequence):
                 return False
             shared = self._shared_prefix(sequence)
             self.allocator.share(shared)  # before anything is evicted to make room
             fresh = self.reserve(sequence.num_slots - shared.numel())
             if fresh is None:
                 self.allocator.release(shared)
+                self._no_room = sequence
                 return False
             sequence.slots = torch.cat([shared, fresh])
             sequence.note("queue_ms")
@@ -252,6 +263,13 @@ class Engine:
             sequence.note("lookup_ms")
             self._begin(sequence)
         return True
+
+    def _answered(self, sequence: Sequence) -> bool:
+        """True if the caches have answered; again, if the tenant was erased while the request waited."""
+        if sequence.found is not None and not self.parts.chunks.store.current(sequence.found.scope):
+            sequence.found.close()
+            self._look_up(sequence)
+        return sequence.looking is None or sequence.found is not None
 
     def _control(self, lookup: Lookup) -> None:
         """Let the controller set the ratio, or decline loads that would lose."""

@@ -36,6 +36,7 @@ def precompute(engine: Engine, token_ids: Sequence[int], anchor_ids: Sequence[in
     Pieces that share an anchor are computed in one prefill. Nothing is stored unless all layers were computed. A chunk that
     only some tiers hold isn't computed again but copied to the others.
     """
+    engine.check_open()
     pieces = engine.parts.chunks.pieces(token_ids, anchor_ids)
     store = engine.parts.chunks.store
     missing = [p for p in pieces if not store.keep(p.identity, wait=True)]

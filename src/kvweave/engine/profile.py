@@ -30,6 +30,8 @@ _LEAST_ROWS = 64  # shorter forwards measure overhead
 _LEAST_BYTES = 64 * 1024
 _CALIBRATION = (128, 512, 1024)  # tokens
 _FORMAT = 1
+_SECONDS = (1e-6, 1e5)  # what a forward can take, and
+_RATES = (1.0, 1e14)  # what a tier can deliver, in bytes a second: anything else is a broken clock or file
 
 
 class Profile:
@@ -52,14 +54,18 @@ class Profile:
 
     def note_prefill(self, rows: int, keys: int, seconds: float) -> None:
         """One forward of ``rows`` tokens of which the last saw ``keys``."""
-        if rows >= _LEAST_ROWS:
+        if rows >= _LEAST_ROWS and keys >= rows and _SECONDS[0] < seconds < _SECONDS[1]:
             self._prefills.append((rows, keys, seconds))
             self._costs = None
 
     def note_load(self, tier: str, size: int, seconds: float) -> None:
         """``size`` bytes of KV (as the model keeps it, however it was stored) in ``seconds``."""
         if size >= _LEAST_BYTES and seconds > 0:
-            self._loads.setdefault(tier, deque(maxlen=_LOADS)).append(size / seconds)
+            self._note_rate(tier, size / seconds)
+
+    def _note_rate(self, tier: str, rate: float) -> None:
+        if _RATES[0] < rate < _RATES[1]:
+            self._loads.setdefault(tier, deque(maxlen=_LOADS)).append(rate)
             self._costs = None
 
     def costs(self) -> Costs | None:
@@ -94,12 +100,14 @@ class Profile:
             data = json.loads(path.read_text())
             if data["format"] != _FORMAT:
                 return
-            self._prefills.extend((int(rows), int(keys), float(seconds)) for rows, keys, seconds in data["prefills"])
+            for rows, keys, seconds in data["prefills"]:
+                self.note_prefill(int(rows), int(keys), float(seconds))
             for tier, rates in data["loads"].items():
-                self._loads[str(tier)] = deque((float(rate) for rate in rates), maxlen=_LOADS)
+                for rate in rates:
+                    self._note_rate(str(tier), float(rate))
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             LOG.warning("the profile '%s' can't be read (%s): measuring anew", path, error)
 
 

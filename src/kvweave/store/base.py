@@ -8,8 +8,9 @@ Any doubt is a miss with a reason of the closed list ``MissReason``; misuse rais
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from kvweave.core.keys import ChunkIdentity, ChunkKey, Scope
 from kvweave.core.plan import LayerReader
+
+LOG = logging.getLogger("kvweave.store")
 
 MissReason = Literal[
     "absent",  # never stored here, as far as anyone knows
@@ -55,6 +58,20 @@ class Rejected(Exception):
     def __init__(self, reason: Literal["no_room", "quota", "read_only", "stale"]) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+@contextmanager
+def contained(tier: str) -> Iterator[None]:
+    """What a medium raises is a ``TierError`` or ``Rejected``: neither a bug in one nor nonsense it got ends a request."""
+    try:
+        yield
+    except (TierError, Rejected):
+        raise
+    except MemoryError as error:
+        raise TierError("no_memory") from error
+    except Exception as error:
+        LOG.exception("tier %s failed in a way it shouldn't", tier)
+        raise TierError("io", repr(error)) from error
 
 
 @dataclass(frozen=True)
@@ -158,6 +175,16 @@ class PutHints:
     tokens: int = 0
     epoch: int = 0
     """The tenant's epoch when the record was computed; a medium that knows a later one refuses the write as ``stale``."""
+
+
+class Upper(Protocol):
+    """Where records go that were read from a slower tier."""
+
+    def admits(self, size: int) -> bool:
+        """True if a record of so many bytes could be held at all."""
+        ...
+
+    def put(self, record: ChunkRecord) -> bool: ...
 
 
 class Blob(Protocol):
@@ -313,6 +340,10 @@ class ChunkStore(Protocol):
 
     def scope(self, tenant: str) -> Scope:
         """The tenant's current scope. Never waits longer than a look at the slowest tier that answers."""
+        ...
+
+    def current(self, scope: Scope) -> bool:
+        """False if the tenant is known to have been erased since; from memory alone."""
         ...
 
     def remove(self, keys: Iterable[ChunkKey]) -> int:

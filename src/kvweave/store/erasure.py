@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from blake3 import blake3
 
 from kvweave.core.keys import Scope
-from kvweave.store.base import Blobs, EraseReceipt, TierError, TierReceipt
+from kvweave.store.base import Blobs, EraseReceipt, MissReason, TierError, TierReceipt, contained
 from kvweave.store.host import HostStore
 
 LOG = logging.getLogger("kvweave.store")
@@ -34,6 +34,8 @@ class Eraser:
         self._secret = secret
         self._known: dict[bytes, tuple[int, float]] = {}
         """Scope tag -> epoch, and when it was looked up (monotonic)."""
+        self._blind: dict[tuple[str, bytes], MissReason] = {}
+        """(tier, scope) -> why the tier couldn't tell the epoch when it was asked last."""
         self._pending: dict[tuple[str, bytes], int] = {}
         """(tier, scope) -> epoch that couldn't be told to the tier, or whose bytes couldn't be removed."""
         self._lock = threading.Lock()
@@ -51,8 +53,16 @@ class Eraser:
         with self._lock:
             return self._known.get(tag, (0, 0.0))[0]
 
+    def blind(self, tier: str, tag: bytes) -> MissReason | None:
+        """Why a tier must not be used for a tenant: who can't tell whether he was erased may hold what was."""
+        with self._lock:
+            return self._blind.get((tier, tag))
+
     def erase(self, tag: bytes) -> EraseReceipt:
-        epoch = self._epoch(tag) + 1
+        """Epochs are milliseconds of the clock, or one more than the highest known: two who erase at about the same time, or
+        one who couldn't see what the other did, still raise it twice.
+        """
+        epoch = max(self._look_everywhere(tag) + 1, int(time.time() * 1e3))
         with self._lock:
             self._known[tag] = (epoch, time.monotonic())
         told = {medium.name: self._tell(medium, tag, epoch) for medium in self._media}
@@ -60,9 +70,7 @@ class Eraser:
         tiers = {self._host.name: TierReceipt(records, size, "deleted")}
         for medium in self._media:
             error = told[medium.name]
-            tiers[medium.name] = (
-                self._remove(medium, tag, epoch) if error is None else TierReceipt(0, 0, "unreachable", error)
-            )
+            tiers[medium.name] = self._remove(medium, tag) if error is None else TierReceipt(0, 0, "unreachable", error)
         if self._media:
             time.sleep(EPOCH_TTL)  # by then every process that shares a medium has looked again
         pending = tuple(name for name, tier in tiers.items() if tier.state == "unreachable")
@@ -80,38 +88,52 @@ class Eraser:
         self._closed = True
         self._wake.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_LOOK)  # a medium that hangs doesn't keep the program from ending
 
     def _epoch(self, tag: bytes) -> int:
         with self._lock:
             known, seen = self._known.get(tag, (0, float("-inf")))
         if not self._media or time.monotonic() - seen < EPOCH_TTL:
             return known
-        latest = max([known, *(self._look(medium, tag) for medium in self._media)])
-        with self._lock:
-            self._known[tag] = (max(latest, self._known.get(tag, (0, 0.0))[0]), time.monotonic())
+        latest = self._look_everywhere(tag)
         if latest > known and seen > 0:
             self._host.erase(tag)  # erased by another process
         return latest
 
-    def _look(self, medium: Blobs, tag: bytes) -> int:
+    def _look_everywhere(self, tag: bytes) -> int:
+        """Ask every medium. One that lags behind, because it couldn't be reached when the tenant was erased, is told now."""
+        told = {medium.name: self._look(medium, tag) for medium in self._media}
+        with self._lock:
+            latest = max([self._known.get(tag, (0, 0.0))[0], *(e for e in told.values() if isinstance(e, int))])
+            self._known[tag] = (latest, time.monotonic())
+            for name, answer in told.items():
+                self._blind.pop((name, tag), None)
+                if not isinstance(answer, int):
+                    self._blind[name, tag] = answer
+        self._retry([name for name, answer in told.items() if isinstance(answer, int) and answer < latest], tag, latest)
+        return latest
+
+    def _look(self, medium: Blobs, tag: bytes) -> int | MissReason:
         try:
-            return medium.epoch(tag, time.monotonic() + _LOOK)
+            with contained(medium.name):
+                return medium.epoch(tag, time.monotonic() + _LOOK)
         except TierError as error:
-            LOG.warning("tier %s can't tell the epoch of a tenant (%s): the last one known counts", medium.name, error)
-            return 0
+            LOG.warning("tier %s can't tell the epoch of a tenant (%s) and isn't used for him", medium.name, error)
+            return error.reason
 
     def _tell(self, medium: Blobs, tag: bytes, epoch: int) -> str | None:
         """Raise the epoch on a medium; the error, if that failed."""
         try:
-            medium.raise_epoch(tag, epoch, time.monotonic() + _DELETE)
+            with contained(medium.name):
+                medium.raise_epoch(tag, epoch, time.monotonic() + _DELETE)
         except TierError as error:
             return str(error)
         return None
 
-    def _remove(self, medium: Blobs, tag: bytes, epoch: int) -> TierReceipt:
+    def _remove(self, medium: Blobs, tag: bytes) -> TierReceipt:
         try:
-            records, size = medium.erase(tag, time.monotonic() + _DELETE)
+            with contained(medium.name):
+                records, size = medium.erase(tag, time.monotonic() + _DELETE)
         except TierError as error:
             return TierReceipt(0, 0, "unreachable", str(error))
         return TierReceipt(records, size, "deleted")
@@ -130,7 +152,7 @@ class Eraser:
                 pending = dict(self._pending)
             for (name, tag), epoch in pending.items():
                 medium = next(m for m in self._media if m.name == name)
-                if self._tell(medium, tag, epoch) is None and self._remove(medium, tag, epoch).state == "deleted":
+                if self._tell(medium, tag, epoch) is None and self._remove(medium, tag).state == "deleted":
                     with self._lock:
                         self._pending.pop((name, tag), None)
             with self._lock:

@@ -44,12 +44,20 @@ class Epochs:
             lock = private_file(f"{self._folder}/lock")
             try:
                 lock_file(lock, patience)
-                if self.read(scope) < epoch:
+                if self._readable(scope) < epoch:
                     replace_file(self._path(scope), str(epoch))
             finally:
                 os.close(lock)
         except OSError as error:
             raise TierError("io", str(error)) from error
+
+    def _readable(self, scope: bytes) -> int:
+        """A file that holds no number is below any epoch: raising it repairs it."""
+        try:
+            with open(self._path(scope), encoding="ascii") as file:
+                return int(file.read())
+        except (FileNotFoundError, ValueError):
+            return -1
 
     def _path(self, scope: bytes) -> str:
         return f"{self._folder}/{scope.hex()}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -72,8 +73,9 @@ class IOPool:
                 job.future.set_result(result)
             del job  # what the job holds on to must not live until the next one comes
 
-    def close(self) -> None:
-        """Finish what is queued and end the threads."""
+    def close(self, timeout: float = 5.0) -> None:
+        """Finish what is queued and end the threads; after ``timeout`` seconds those that hang are left to the system."""
+        deadline = time.monotonic() + timeout
         with self._lock:
             if self._closed:
                 return
@@ -81,7 +83,7 @@ class IOPool:
             for _ in self._threads:
                 self._queue.put(_Job(_LAST, next(self._numbers), None, Future()))
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Staging:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvweave.errors import LoadFailed
-from kvweave.store.base import DAMAGED, Blob, ChunkRecord, MissReason, TierError
+from kvweave.store.base import DAMAGED, Blob, ChunkRecord, MissReason, TierError, contained
 from kvweave.store.codec import Rows, unpack
 from kvweave.store.io_pool import IOPool, Staging
 from kvweave.store.record import Header, check_rows
@@ -181,9 +181,10 @@ class RecordReader:
         return len(self._units)
 
     def ready(self, layer: int) -> bool:
+        """Also true of a layer that isn't on its way (staging is full: it is read when it is asked for) or too late."""
         self._ahead()
         read = self._reads.get(self._unit_of(layer))
-        return layer in self._arrived or (read is not None and read.done())
+        return layer in self._arrived or read is None or read.done() or time.monotonic() > self._deadline
 
     def layer(self, layer: int) -> KV:
         if layer not in self._arrived:
@@ -246,13 +247,12 @@ class RecordReader:
         try:
             if time.monotonic() > self._deadline:
                 raise TierError("deadline", "not begun in time")
-            return read_unit(self._source, unit, self._extents, self._deadline, copy=self._kept is not None)
+            with contained(self.tier):
+                return read_unit(self._source, unit, self._extents, self._deadline, copy=self._kept is not None)
         except TierError as error:
             if error.reason in DAMAGED:
                 self._source.damaged(error.reason)
             raise
-        except MemoryError:
-            raise TierError("no_memory") from None
         finally:
             with self._lock:
                 self.load_seconds += time.perf_counter() - start

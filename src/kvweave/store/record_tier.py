@@ -18,9 +18,20 @@ from torch import Tensor
 
 from kvweave.core.keys import ChunkIdentity, ChunkKey
 from kvweave.core.spec import KVLayout
-from kvweave.store.base import DAMAGED, Blob, Blobs, ChunkRecord, Miss, MissReason, PutHints, Rejected, TierError
+from kvweave.store.base import (
+    DAMAGED,
+    Blob,
+    Blobs,
+    ChunkRecord,
+    Miss,
+    MissReason,
+    PutHints,
+    Rejected,
+    TierError,
+    Upper,
+    contained,
+)
 from kvweave.store.codec import CodecName, layer_rows
-from kvweave.store.host import HostStore
 from kvweave.store.reader import Extents, Loading, RecordReader, SharedBlob, Source, Unit, read_unit
 from kvweave.store.record import FIRST_READ, Header, check_identity, decode_header, header_length
 
@@ -139,7 +150,7 @@ class RecordTier:
         self,
         wanted: Sequence[ChunkIdentity],
         deadline: float,
-        promote: HostStore | None = None,
+        promote: Upper | None = None,
         promote_later: PromoteLater | None = None,
     ) -> list[OpenRecord | Miss]:
         """Open records, all at once, each on its own. ``deadline`` in ``time.monotonic()`` seconds."""
@@ -155,25 +166,26 @@ class RecordTier:
             except (TimeoutError, CancelledError):
                 future.cancel()
                 future.add_done_callback(_close_late)
-                found.append(self._missed("deadline", len(wanted[len(found)].token_ids)))
+                found.append(self.missed("deadline", len(wanted[len(found)].token_ids)))
         return found
 
     def open(
         self,
         wanted: ChunkIdentity,
         deadline: float,
-        promote: HostStore | None = None,
+        promote: Upper | None = None,
         promote_later: PromoteLater | None = None,
     ) -> OpenRecord | Miss:
         """Open one record on this thread."""
         try:
-            opened = self._open(wanted, deadline)
+            with contained(self.name):
+                opened = self._open(wanted, deadline)
+                gone = opened is None and self.blobs.was_evicted(wanted.key)
         except TierError as error:
             self._damaged(wanted.key, error.reason)
-            return self._missed(error.reason, len(wanted.token_ids))
+            return self.missed(error.reason, len(wanted.token_ids))
         if opened is None:
-            reason: MissReason = "evicted" if self.blobs.was_evicted(wanted.key) else "absent"
-            return self._missed(reason, len(wanted.token_ids))
+            return self.missed("evicted" if gone else "absent", len(wanted.token_ids))
         with self._lock:
             self.counters.opens += 1
             self.counters.hits += 1
@@ -196,7 +208,8 @@ class RecordTier:
     def holds(self, key: ChunkKey, deadline: float) -> bool:
         """True if the medium has such a value; neither counted nor a use. Whether it is right shows when it is read."""
         try:
-            return self.blobs.contains(key, deadline)
+            with contained(self.name):
+                return self.blobs.contains(key, deadline)
         except TierError as error:
             LOG.warning("tier %s can't tell whether it holds a record: %s", self.name, error)
             return False
@@ -207,7 +220,9 @@ class RecordTier:
         if isinstance(found, Miss):
             return
         try:
-            self._promote(take, found.read_all(deadline))
+            with contained(self.name):
+                record = found.read_all(deadline)
+            self._promote(take, record)
         except TierError as error:
             self._damaged(identity.key, error.reason)
             self._count_load(0.0, error.reason, 0, 0.0)
@@ -218,7 +233,8 @@ class RecordTier:
         """Write an encoded record; False, counted, if the medium refused or failed."""
         start = time.perf_counter()
         try:
-            self.blobs.put(key, value, hints, deadline)
+            with contained(self.name):
+                self.blobs.put(key, value, hints, deadline)
         except (TierError, Rejected) as error:
             with self._lock:
                 self.counters.puts[error.reason] += 1
@@ -283,12 +299,14 @@ class RecordTier:
         with self._lock:
             self.counters.damaged[reason] += 1
         try:
-            self.blobs.discard(key, reason)
+            with contained(self.name):
+                self.blobs.discard(key, reason)
         except TierError:
             with self._lock:
                 self.counters.discards_failed += 1
 
-    def _missed(self, reason: MissReason, tokens: int) -> Miss:
+    def missed(self, reason: MissReason, tokens: int) -> Miss:
+        """Counted."""
         with self._lock:
             self.counters.opens += 1
             self.counters.misses[reason] += 1

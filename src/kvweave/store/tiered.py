@@ -15,10 +15,21 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 
 from kvweave.core.keys import ChunkIdentity, ChunkKey, Scope
 from kvweave.core.spec import KVLayout
-from kvweave.store.base import Blobs, ChunkRecord, EraseReceipt, Miss, PutHints, StoredChunk, StoreStats, TierError
+from kvweave.store.base import (
+    Blobs,
+    ChunkRecord,
+    EraseReceipt,
+    Miss,
+    PutHints,
+    StoredChunk,
+    StoreStats,
+    TierError,
+    contained,
+)
 from kvweave.store.codec import CodecName, round_trip
 from kvweave.store.erasure import Eraser
 from kvweave.store.host import HostStore
@@ -26,7 +37,7 @@ from kvweave.store.io_pool import IOPool, Staging
 from kvweave.store.ranking import Ranking, TextOrder
 from kvweave.store.reader import Loading
 from kvweave.store.record import EncodeBuffer, encode
-from kvweave.store.record_tier import RecordTier, TierCounters
+from kvweave.store.record_tier import OpenRecord, RecordTier, TierCounters
 from kvweave.store.write_behind import WriteBehind
 
 LOG = logging.getLogger("kvweave.store")
@@ -61,6 +72,20 @@ class TierStats:
     queued_records: int
     queued_bytes: int
     dropped: dict[str, int]
+
+
+@dataclass(frozen=True)
+class _Upper:
+    """Host memory, for what is read while a tenant's epoch stays what it was: nothing that was erased comes back."""
+
+    host: HostStore
+    current: Callable[[], bool]
+
+    def admits(self, size: int) -> bool:
+        return self.host.admits(size)
+
+    def put(self, record: ChunkRecord) -> bool:
+        return self.current() and self.host.put(record)
 
 
 class TieredStore:
@@ -104,17 +129,31 @@ class TieredStore:
     def scope(self, tenant: str) -> Scope:
         return self._eraser.scope(tenant)
 
+    def current(self, scope: Scope) -> bool:
+        return self._eraser.known_epoch(scope.tag) == scope.epoch
+
     def find(self, wanted: Sequence[ChunkIdentity]) -> list[StoredChunk | Miss]:
         found = self.host.find(wanted)
         deadline = time.monotonic() + self.options.lookup_timeout
         for tier in self.tiers:
             missing = [i for i, one in enumerate(found) if isinstance(one, Miss)]
-            answers = tier.find([wanted[i] for i in missing], deadline, self.host, self._promote_later)
-            for i, answer in zip(missing, answers, strict=True):
+            for i, answer in zip(missing, self._ask(tier, [wanted[i] for i in missing], deadline), strict=True):
                 before = found[i]
                 if not isinstance(answer, Miss) or not isinstance(before, Miss) or _tells_more(answer, before):
                     found[i] = answer
         return found
+
+    def _ask(self, tier: RecordTier, wanted: Sequence[ChunkIdentity], deadline: float) -> list[OpenRecord | Miss]:
+        """One tier, which may not be asked for a tenant of whom it can't tell whether he was erased."""
+        if not wanted:
+            return []
+        scope = wanted[0].key.scope  # a lookup is of one tenant
+        blind = self._eraser.blind(tier.name, scope)
+        if blind is not None:
+            return [tier.missed(blind, len(one.token_ids)) for one in wanted]
+        epoch = self._eraser.known_epoch(scope)
+        upper = _Upper(self.host, lambda: self._eraser.known_epoch(scope) == epoch)
+        return tier.find(wanted, deadline, upper, partial(self._promote_later, upper))
 
     def put(self, record: ChunkRecord, *, wait: bool = False) -> bool:
         kept = record
@@ -142,7 +181,8 @@ class TieredStore:
         deadline = time.monotonic() + self.options.write_timeout
         for tier in self.tiers:
             try:
-                removed = max(removed, tier.blobs.delete(wanted, deadline))
+                with contained(tier.name):
+                    removed = max(removed, tier.blobs.delete(wanted, deadline))
             except TierError as error:
                 LOG.warning("records could not be removed from tier %s: %s", tier.name, error)
         return removed
@@ -207,14 +247,14 @@ class TieredStore:
     def _holds(self, tier: RecordTier, identity: ChunkIdentity) -> bool:
         return tier.holds(identity.key, time.monotonic() + self.options.lookup_timeout)
 
-    def _promote_later(self, tier: RecordTier, identity: ChunkIdentity) -> None:
+    def _promote_later(self, upper: _Upper, tier: RecordTier, identity: ChunkIdentity) -> None:
         """Read a whole record into host memory when no request waits for the pool."""
         held = identity.key in self._promoting or self.host.contains(identity)
         if held or len(self._promoting) >= _PROMOTIONS:
             return
 
         def promote() -> None:
-            tier.read_into(identity, self.host.put, time.monotonic() + self.options.load_timeout)
+            tier.read_into(identity, upper.put, time.monotonic() + self.options.load_timeout)
 
         promoted = self._pool.submit((_BACKGROUND, 0), promote)
         self._promoting[identity.key] = promoted
