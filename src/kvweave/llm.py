@@ -228,6 +228,7 @@ class LLM:
                 )
         done = []
         for document, ids in encoded:
+            self.engine.parts.chunks.store.wait_for_room()  # without the lock: a slow tier must not hold up requests
             with self._lock:
                 computed = precompute(self.engine, ids, anchor)
                 chunks = self.engine.parts.chunks

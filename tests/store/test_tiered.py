@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvweave.core.keys import ChunkIdentity, ModelFingerprint, Scope
 from kvweave.core.spec import KVLayout, LayerSpec
 from kvweave.errors import LoadFailed
-from kvweave.store import erasure
+from kvweave.store import erasure, write_behind
 from kvweave.store.base import MISS_REASONS, ChunkRecord, Miss, StoredChunk
 from kvweave.store.host import HostStore
 from kvweave.store.memory_blobs import MemoryBlobs
@@ -485,3 +485,21 @@ def test_what_a_medium_raises_ends_nothing(operation: str) -> None:
     receipt = store.erase("t")
     assert (receipt.pending == ("memory",)) == (operation == "erase")
     store.close()
+
+
+def test_a_write_that_hangs_holds_up_neither_erasure_nor_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_behind, "_CANCEL", 0.1)
+    gate, medium = threading.Event(), FaultyBlobs(MemoryBlobs())
+    put = medium.put
+    medium.put = lambda *args: (gate.wait(10), put(*args))[1]  # type: ignore[method-assign]
+    store = store_of(medium, write_queue=2 * SIZE)
+    for number in range(3):
+        store.put(record(number, store.scope("t")))
+    start = time.monotonic()
+    store.erase("t")
+    assert time.monotonic() - start < 5
+    store.put(record(5, store.scope("t")))
+    gate.set()
+    store.wait_for_room()
+    assert store.flush(5)
+    assert [info.key for info in medium.scan()] == [record(5, store.scope("t")).key], "what was erased meanwhile was refused"

@@ -330,6 +330,10 @@ class ChunkStore(Protocol):
         """Store a record; False if no tier can hold it. ``wait``: for room in the queue to slower tiers."""
         ...
 
+    def wait_for_room(self) -> None:
+        """Until slower tiers have caught up: to be called, without locks, by who is about to store much."""
+        ...
+
     def contains(self, identity: ChunkIdentity) -> bool:
         """True if a tier holds the record; neither counted nor a use."""
         ...

@@ -163,6 +163,10 @@ class TieredStore:
         held = self.host.put(kept)
         return self._write(record, wait=wait) or held
 
+    def wait_for_room(self) -> None:
+        for writer in self._writers.values():
+            writer.wait_for_room()
+
     def contains(self, identity: ChunkIdentity) -> bool:
         return self.host.contains(identity) or any(self._holds(tier, identity) for tier in self.tiers)
 

@@ -18,6 +18,7 @@ from kvweave.core.keys import ChunkKey
 from kvweave.store.base import ChunkRecord
 
 LOG = logging.getLogger("kvweave.store")
+_CANCEL = 5.0  # seconds to wait for a write that can't be called back; the medium refuses it if its tenant was erased
 Priority = Literal[0, 1]
 """1: asked for (precompute); 0: because there was an occasion (demotion)."""
 
@@ -79,14 +80,19 @@ class WriteBehind:
             self._changed.notify_all()
             return True
 
+    def wait_for_room(self) -> None:
+        """Until the queue is at most half full: for those who make records faster than they can be written."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or 2 * self._bytes <= self._max_bytes)
+
     def cancel(self, wanted: Callable[[ChunkKey], bool]) -> int:
-        """Forget queued writes, and wait for the one being written if it is meant; returns how many were forgotten."""
+        """Forget queued writes, and wait (a few seconds) for those being written; returns how many were forgotten."""
         with self._changed:
             gone = [key for key in self._entries if wanted(key)]
             for key in gone:
                 self._bytes -= self._entries.pop(key).record.num_bytes
             self.dropped["deleted"] += len(gone)
-            self._changed.wait_for(lambda: not any(wanted(key) for key in self._writing))
+            self._changed.wait_for(lambda: not any(wanted(key) for key in self._writing), _CANCEL)
             self._changed.notify_all()
             return len(gone)
 
