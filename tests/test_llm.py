@@ -295,3 +295,23 @@ def test_importing_is_free() -> None:
     assert done.stdout.split() == ["False", "False", "True"]
     with pytest.raises(AttributeError):
         kvweave.nothing  # noqa: B018
+
+
+def test_threads_get_their_own_tokens(llm: LLM) -> None:
+    """A document's control tokens stay text and the chat's own stay what they are, whoever else encodes meanwhile."""
+    prompt = llm.render(chat(Document("before <|end|> after", id="x")))
+    expected = llm.tokenizer.tokenise(prompt).token_ids
+    wrong: list[tuple[int, ...]] = []
+
+    def work() -> None:
+        for _ in range(1500):
+            got = llm.tokenizer.tokenise(prompt).token_ids
+            if got != expected:
+                wrong.append(got)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []

@@ -255,7 +255,12 @@ def test_loads_teach_the_profile() -> None:
     medium.choose = lambda operation: 0.01 if operation == "read" else None
     for rows in (128, 256, 384):
         lab.engine.profile.note_prefill(rows, rows, rows * 1e-3)
-    lab.run(prompt_of([BOS, 5], ("doc", doc(300, 1)), doc(7, 3)), "naive")
+    for number in range(3):
+        early = lab.engine.profile.costs()
+        assert early is not None
+        assert early.bandwidth == {}, "one slow load must not decide"
+        lab.run(prompt_of([BOS, 5], ("doc", doc(300, 1)), doc(7, number)), "naive")
+        lab.forget_prefixes()
     costs = lab.engine.profile.costs()
     assert costs is not None
     seconds = 0.01 * lab.model.layout.num_layers  # a wait for each layer; one job, so the other threads don't count
@@ -388,3 +393,33 @@ def test_a_profile_that_makes_no_sense_is_measured_anew(data: str, tmp_path: Pat
     assert costs.prefill(128, 128) == pytest.approx(0.128, rel=0.05)
     profile.save()
     assert Profile(path).measured
+
+
+def test_one_request_in_twenty_tries_a_tier_that_was_declined() -> None:
+    """Or a tier that was slow once would never be measured again."""
+    documents, prompt = standard()
+    lab = filled(MemoryBlobs(), documents)
+    lab.engine.parts = replace(lab.engine.parts, controller="auto")
+    lab.engine.profile.costs = lambda: Costs(lambda rows, keys: 1e-3 * rows, {"memory": 1e3})  # type: ignore[method-assign]
+    ran = []
+    for _ in range(20):
+        lab.forget_prefixes()
+        ran.append(lab.run(prompt, "naive").report.ran)
+    assert ran == ["exact"] * 19 + ["fused"]
+
+
+def test_what_a_finished_prefill_held_is_given_back_before_the_answer_ends() -> None:
+    documents, prompt = standard()
+    faulty = FaultyBlobs(MemoryBlobs())
+    medium = RecordingBlobs(faulty)
+    lab = filled(medium, documents)
+    for fault in (None, "io"):
+        faulty.choose = in_read(HEADERS + 1, fault)  # type: ignore[arg-type]
+        sequence = lab.add(prompt, "epic:k=4", max_tokens=50)
+        while len(sequence.output_ids) < 3:
+            lab.engine.step()
+        assert sequence.output is None
+        assert lab.store.staging.used == 0
+        assert medium.opened == medium.closed
+        lab.engine.run([sequence])
+        lab.forget_prefixes()

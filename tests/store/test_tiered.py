@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -503,3 +505,27 @@ def test_a_write_that_hangs_holds_up_neither_erasure_nor_others(monkeypatch: pyt
     store.wait_for_room()
     assert store.flush(5)
     assert [info.key for info in medium.scan()] == [record(5, store.scope("t")).key], "what was erased meanwhile was refused"
+
+
+def test_a_closed_store_is_freed() -> None:
+    """What is registered for the end of the program doesn't keep it."""
+    store = store_of(MemoryBlobs(), host=10 * SIZE)
+    store.put(record(1, Scope.of("t")), wait=True)
+    store.close()
+    gone = weakref.ref(store)
+    del store
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_was_computed_before_an_erasure_is_stored_nowhere() -> None:
+    medium = MemoryBlobs()
+    store = store_of(medium, host=10 * SIZE)
+    early = record(1, store.scope("t"))
+    store.erase("t")
+    store.scope("t")
+    assert store.put(early, wait=True)  # queued, and refused by the medium
+    assert store.flush(5)
+    assert list(medium.scan()) == []
+    assert store.host.stats().records == 0
+    assert store.tiers[0].counters.puts == {"stale": 1}

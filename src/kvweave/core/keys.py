@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from blake3 import blake3
@@ -85,13 +85,15 @@ class ChunkIdentity:
     anchor_ids: tuple[int, ...]
     """What stood in front when it was computed; its length is the position of the first token then."""
     fingerprint: ModelFingerprint
+    epoch: int = field(default=0, compare=False)
+    """The tenant's when the key was made: part of the key, and told to media so that they can refuse what came too late."""
 
     @classmethod
     def of(
         cls, token_ids: Sequence[int], anchor_ids: Sequence[int], fingerprint: ModelFingerprint, scope: Scope
     ) -> ChunkIdentity:
         key = chunk_key(token_ids, anchor_ids, fingerprint, scope)
-        return cls(key, tuple(token_ids), tuple(anchor_ids), fingerprint)
+        return cls(key, tuple(token_ids), tuple(anchor_ids), fingerprint, scope.epoch)
 
 
 def chunk_key(token_ids: Sequence[int], anchor_ids: Sequence[int], fingerprint: ModelFingerprint, scope: Scope) -> ChunkKey:

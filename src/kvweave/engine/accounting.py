@@ -73,12 +73,16 @@ def make_report(sequence: Sequence, layers: int) -> ReuseReport:
     return report
 
 
-def note_loads(loads: Many[Load], profile: Profile, layout: KVLayout, threads: int) -> None:
-    """Tell the profile what each tier delivered, as the rate that ``threads`` I/O threads have together."""
+def note_loads(loads: Many[Load], profile: Profile, layout: KVLayout, threads: int, *, at_least: float = 0.0) -> None:
+    """Tell the profile what each tier delivered, as the rate that ``threads`` I/O threads have together.
+
+    ``at_least``: seconds that went by, where a load was given up.
+    """
     per_layer = layout.bytes_per_token / layout.num_layers
     begun = [(load, load.reader) for load in loads if load.reader is not None and load.reader.jobs]
     for tier in {reader.tier for _, reader in begun}:
         mine = [(load, reader) for load, reader in begun if reader.tier == tier]
         size = sum(load.tokens.numel() * per_layer * (layout.num_layers - load.first_layer) for load, _ in mine)
         together = min(threads, sum(reader.jobs for _, reader in mine))
-        profile.note_load(tier, int(size), sum(reader.load_seconds for _, reader in mine) / together)
+        seconds = sum(reader.load_seconds for _, reader in mine) / together
+        profile.note_load(tier, int(size), max(at_least, seconds))

@@ -7,6 +7,7 @@ back, exact KV left in the prefix tree).
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -47,6 +48,7 @@ from kvweave.store.base import DAMAGED, EraseReceipt
 
 _LOOKUP_THREADS = 2
 _LEAST_TIMEOUT = 0.05  # seconds: below that, a busy scheduler would be taken for a slow tier
+_PROBE = 20  # one of so many requests for which loading was expected to lose loads all the same
 _RESTARTS = 2  # single records that may fail in one request before all of their tier is given up for it
 
 
@@ -86,6 +88,8 @@ class Engine:
         """The waiting request that this step had no slots for."""
         self._lookups = ThreadPoolExecutor(_LOOKUP_THREADS, thread_name_prefix="kvweave-lookup")
         self._tickets = itertools.count(1)
+        self._declined = itertools.count(1)
+        self._pid = os.getpid()
 
     def add(self, request: Request) -> Sequence:
         """Queue a request. Raises as ``check`` does."""
@@ -111,6 +115,8 @@ class Engine:
     def check_open(self) -> None:
         if self._closed:
             raise InvalidRequest("This engine was closed. Make a new LLM.")
+        if self._pid != os.getpid():
+            raise InvalidRequest("This process was forked from the one that made the LLM. Make a new LLM in each process.")
 
     def close(self) -> None:
         """Stop what runs, forget the exact prefixes, write what is queued to the tiers."""
@@ -280,7 +286,8 @@ class Engine:
         if decided is None:
             return
         lookup.technique, lookup.decision = decided
-        if lookup.decision.run == "exact":
+        probe = lookup.decision.run == "exact" and next(self._declined) % _PROBE == 0  # the tier may have got better
+        if lookup.decision.run == "exact" and not probe:
             lookup.plan_request = replace(lookup.plan_request, hits=())
             lookup.technique, lookup.ran, lookup.fallback_reason = Prefix(), "exact", "no_gain"
 
@@ -342,8 +349,10 @@ class Engine:
         tier = "" if lost.reader is None else lost.reader.tier
         broken = [h for h in (*request.exact_hits, *request.hits) if h.start <= int(lost.positions[0]) < h.stop]
         if reason not in DAMAGED or sequence.restarts > _RESTARTS:  # not one record is bad but its medium
-            slow = {int(load.positions[0]) for load in sequence.loads if load.reader and load.reader.tier == tier}
-            broken += [h for h in (*request.exact_hits, *request.hits) if any(h.start <= p < h.stop for p in slow)]
+            broken += [h for h in (*request.exact_hits, *request.hits) if h.tier == tier]
+        if reason == "deadline" and lost.reader is not None and lost.reader.jobs:  # so slow is a rate as well
+            note_loads([lost], self.profile, self.parts.pool.layout, 1, at_least=self._load_timeout(lookup))
+        sequence.close_readers()
         lookup.lose(without(request, {h.start for h in broken}), broken, reason)
         self.counters.lost_loads[tier, reason] += 1
         if lookup.ran == "fused" and sum(h.length for h in lookup.plan_request.hits) < max(1, self.parts.min_reuse_tokens):
@@ -357,6 +366,7 @@ class Engine:
         lookup = sequence.looked_up
         lookup.plan_request = replace(lookup.plan_request, hits=())
         lookup.technique, lookup.ran, lookup.fallback_reason = Prefix(), "exact", reason
+        sequence.close_readers()
         sequence.forget_counts()
         self._begin(sequence)
 
@@ -377,6 +387,7 @@ class Engine:
             if sequence.pending:
                 return
             sequence.note("prefill_ms")
+            sequence.close_loads()  # an answer may be long, and others want the room
             self._publish(sequence, sequence.num_prompt)
         if sequence.max_new == 0:
             self._finish(sequence, "length")

@@ -146,13 +146,12 @@ def _take(
     """A layer of one load. If it fails its plan is lost, which others must not feel: zeros stand in for the rest of it."""
     if state.lost is None:
         start = time.perf_counter()
-        ready = reader.ready(layer)
         try:
             return reader.layer(layer)
         except LoadFailed as failure:
             state.lost, state.lost_reason = load, failure.reason
         finally:
-            state.load_wait += 0.0 if ready else time.perf_counter() - start
+            state.load_wait += time.perf_counter() - start if reader.jobs else 0.0
     n = load.tokens.numel()
     dims = (spec.key_dim, spec.value_dim)
     keys, values = (torch.zeros(spec.num_kv_heads, n, dim, dtype=dtype) for dim in dims)

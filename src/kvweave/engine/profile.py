@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("kvweave.engine")
 _PREFILLS = 64
 _LOADS = 32
+_LEAST_LOADS = 3  # one slow load, the first of a connection say, must not decide
 _LEAST_ROWS = 64  # shorter forwards measure overhead
 _LEAST_BYTES = 64 * 1024
 _CALIBRATION = (128, 512, 1024)  # tokens
@@ -74,7 +75,8 @@ class Profile:
             return None
         if self._costs is None:
             fixed, linear, quadratic = _fit(self._prefills)
-            bandwidth = {tier: statistics.median(rates) for tier, rates in self._loads.items()}
+            enough = {tier: rates for tier, rates in self._loads.items() if len(rates) >= _LEAST_LOADS}
+            bandwidth = {tier: statistics.median(rates) for tier, rates in enough.items()}
             self._costs = Costs(lambda rows, keys: fixed + rows * (linear + quadratic * keys), bandwidth)
         return self._costs
 

@@ -146,11 +146,15 @@ class Sequence:
                 )
         return loads
 
-    def close_loads(self) -> None:
-        """Nothing stored is needed any more: stop what is on its way, give descriptors back."""
+    def close_readers(self) -> None:
+        """What was begun isn't wanted any more; what was found still is."""
         for load in self.loads:
             if load.reader is not None:
                 load.reader.close()
+
+    def close_loads(self) -> None:
+        """Nothing stored is needed any more: stop what is on its way, give descriptors back."""
+        self.close_readers()
         if self.looking is not None:
             self.looking.add_done_callback(_close_found)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ class Tokenizer:
         except Exception as error:  # the tokenizers library raises plain Exception for broken files
             line = str(error).strip().split("\n")[0][:200]
             raise BrokenModel(f"{directory}: the tokenizer can't be loaded: {line}. Fetch the model again.") from error
+        # ``split_special_tokens`` is set on the tokenizer that all threads share, for the length of a call: without a lock a
+        # document's text could become control tokens while another thread encodes the text around it.
+        self._lock = threading.Lock()
         self.bos_id: int | None = self._tokenizer.bos_token_id
         self.adds_bos = bool(self.bos_id is not None and self._encode_default("x")[:1] == [self.bos_id])
 
@@ -32,11 +36,13 @@ class Tokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of a text segment: special tokens are recognised, none are added."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        with self._lock:
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def encode_document(self, text: str) -> list[int]:
         """Ids of a document: text that looks like a control token stays text."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+        with self._lock:
+            return list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
 
     def tokenise(self, prompt: Prompt) -> TokenPrompt:
         """Each segment alone, concatenated; a BOS in front if this tokenizer puts one and the text has none."""

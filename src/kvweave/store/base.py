@@ -40,7 +40,7 @@ MissReason = Literal[
     "busy",  # the medium is locked by others
 ]
 MISS_REASONS: tuple[str, ...] = get_args(MissReason)
-DAMAGED: frozenset[MissReason] = frozenset({"version", "key", "fingerprint", "tokens", "layout", "checksum", "short"})
+DAMAGED: frozenset[MissReason] = frozenset({"key", "fingerprint", "tokens", "layout", "checksum", "short"})
 """Reasons that say a value is wrong for good: trying again won't help."""
 
 

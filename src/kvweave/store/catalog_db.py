@@ -37,6 +37,9 @@ CREATE TABLE meta(name TEXT PRIMARY KEY, value REAL NOT NULL) WITHOUT ROWID;
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
 _T = TypeVar("_T")
 
+_DAMAGE = (sqlite3.DatabaseError, ValueError, TypeError, IndexError)
+"""What SQLite raises, and what rows that make no sense lead to."""
+
 
 class CatalogFull(TierError):
     """The file system has no room for the catalogue itself."""
@@ -80,8 +83,8 @@ class Database:
         try:
             try:
                 return self._attempt(work, begin)
-            except sqlite3.DatabaseError as error:
-                if not _is_damage(error):
+            except _DAMAGE as error:
+                if isinstance(error, sqlite3.DatabaseError) and not _is_damage(error):
                     raise
                 self._set_aside()
                 return self._attempt(work, begin)

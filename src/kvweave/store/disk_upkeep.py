@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -19,6 +20,9 @@ FLUSH_SECONDS = 2.0
 """Uses are written to the catalogue this often."""
 COUNT_SECONDS = 30.0
 """What the first write waits at most for the files to be counted."""
+
+
+LOG = logging.getLogger("kvweave.store")
 
 
 class Upkeep:
@@ -125,6 +129,9 @@ class Upkeep:
                 if self._unlearned:
                     self._learn_costs()
             except (TierError, OSError):  # counted, and tried again in a moment; a put that needs it will raise
+                self._counts.add("errors")
+            except Exception:  # whatever else: without this thread nothing would ever be counted again
+                LOG.exception("upkeep of the disk tier failed")
                 self._counts.add("errors")
             self.tried.set()
             if self._closed.wait(FLUSH_SECONDS):

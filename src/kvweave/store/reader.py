@@ -163,6 +163,7 @@ class RecordReader:
         self.load_seconds = 0.0
         self._source, self._loading, self._ticket = source, loading, ticket
         self._deadline = deadline
+        self._timeout = deadline - time.monotonic()
         self._extents = Extents.of(header, tokens.numpy())
         self._units = make_units(header, self._extents, first_layer, source.min_read)
         self._next = 0
@@ -222,7 +223,8 @@ class RecordReader:
         self._reads[number] = self._loading.pool.submit((self._ticket, unit.start), lambda: self._read(unit))
 
     def _wait(self, number: int) -> dict[int, KV]:
-        if number not in self._reads:
+        if number not in self._reads:  # staging was full until now, which isn't the medium's fault: its time begins here
+            self._deadline = time.monotonic() + self._timeout
             self._loading.staging.force(self._units[number].size)
             self._start(number)
         try:

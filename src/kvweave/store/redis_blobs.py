@@ -99,7 +99,7 @@ class RedisBlobs:
             if int(pipe.get(epoch_name) or 0) > hints.epoch:
                 raise Rejected("stale")
             pipe.multi()
-            pipe.set(_name(key), value, px=self._ttl_ms)
+            pipe.set(_name(key), value, px=self._ttl_ms, nx=True)  # never under a reader of another writer's
             try:
                 pipe.execute()
             except self._errors.WatchError:

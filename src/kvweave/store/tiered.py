@@ -109,11 +109,15 @@ class TieredStore:
         if media and layout is None:
             raise ValueError("tiers need the layout of the model")
         self.tiers = [RecordTier(m, layout, self.options.codec, loading) for m in media if layout is not None]
-        self._writers = {tier.name: WriteBehind(self._writer(tier), self.options.write_queue) for tier in self.tiers}
+        self._writers = {
+            tier.name: WriteBehind(_writer(tier, self._ranking, self.options), self.options.write_queue)
+            for tier in self.tiers
+        }
         self._eraser = Eraser([t.blobs for t in self.tiers], host, self.options.secret)
         self._promoting: dict[ChunkKey, Future[None]] = {}
-        # A program that ends without closing the store still gets its queue written.
-        weakref.finalize(self, _flush_all, list(self._writers.values()))
+        # A program that ends without closing the store still gets its queue written. What is registered must not refer to
+        # the store, or it would never be freed.
+        self._at_exit = weakref.finalize(self, _close_all, list(self._writers.values()))
 
     @property
     def io_threads(self) -> int:
@@ -160,8 +164,9 @@ class TieredStore:
         if self.options.codec != "raw":  # all tiers must return the same numbers
             keys, values = round_trip(record.keys, record.values, self.options.codec)
             kept = dataclasses.replace(record, keys=keys, values=values)
-        held = self.host.put(kept)
-        return self._write(record, wait=wait) or held
+        epoch = record.identity.epoch
+        held = self._eraser.known_epoch(record.key.scope) == epoch and self.host.put(kept)
+        return self._write(record, epoch, wait=wait) or held  # what was computed before an erasure is refused by the media
 
     def wait_for_room(self) -> None:
         for writer in self._writers.values():
@@ -173,7 +178,7 @@ class TieredStore:
     def keep(self, identity: ChunkIdentity, *, wait: bool = False) -> bool:
         record = self.host.peek(identity.key)
         if record is not None:
-            self._write(record, wait=wait)
+            self._write(record, identity.epoch, wait=wait)
             return True
         return any(self._holds(tier, identity) for tier in self.tiers)
 
@@ -222,31 +227,18 @@ class TieredStore:
         """Write what is queued (at most ``timeout`` seconds a tier), then close the media."""
         for writer in self._writers.values():
             writer.close(timeout)
+        self._at_exit.detach()
         self._pool.close()
         self._eraser.close()
         for tier in self.tiers:
             tier.blobs.close()
 
-    def _write(self, record: ChunkRecord, *, wait: bool) -> bool:
+    def _write(self, record: ChunkRecord, epoch: int, *, wait: bool) -> bool:
         """Queue a record for the tiers that lack it; True if one of them has it or will get it."""
         held = False
-        epoch = self._eraser.known_epoch(record.key.scope)
         for tier in self.tiers:
             held |= self._holds(tier, record.identity) or self._writers[tier.name].offer(record, epoch, wait=wait)
         return held
-
-    def _writer(self, tier: RecordTier) -> Callable[[ChunkRecord, int], None]:
-        own = threading.local()
-
-        def write(record: ChunkRecord, epoch: int) -> None:
-            if not hasattr(own, "buffer"):
-                own.buffer = EncodeBuffer()
-            value = encode(record, self._ranking, self.options.codec, self.options.writer, own.buffer)
-            hints = PutHints(record.prefill_ms, len(record.identity.token_ids), epoch)
-            if not tier.put(record.key, value, hints, time.monotonic() + self.options.write_timeout):
-                own.buffer.abandon()  # a medium that gave up may still be sending it
-
-        return write
 
     def _holds(self, tier: RecordTier, identity: ChunkIdentity) -> bool:
         return tier.holds(identity.key, time.monotonic() + self.options.lookup_timeout)
@@ -265,9 +257,24 @@ class TieredStore:
         promoted.add_done_callback(lambda _: self._promoting.pop(identity.key, None))
 
 
-def _flush_all(writers: Sequence[WriteBehind]) -> None:
+def _close_all(writers: Sequence[WriteBehind]) -> None:
     for writer in writers:
-        writer.flush(_EXIT_TIMEOUT)
+        writer.close(_EXIT_TIMEOUT)
+
+
+def _writer(tier: RecordTier, ranking: Ranking, options: TierOptions) -> Callable[[ChunkRecord, int], None]:
+    """What a write-behind does with a record. It refers to the tier alone, not to the store."""
+    own = threading.local()
+
+    def write(record: ChunkRecord, epoch: int) -> None:
+        if not hasattr(own, "buffer"):
+            own.buffer = EncodeBuffer()
+        value = encode(record, ranking, options.codec, options.writer, own.buffer)
+        hints = PutHints(record.prefill_ms, len(record.identity.token_ids), epoch)
+        if not tier.put(record.key, value, hints, time.monotonic() + options.write_timeout):
+            own.buffer.abandon()  # a medium that gave up may still be sending it
+
+    return write
 
 
 def _tells_more(answer: Miss, before: Miss) -> bool:

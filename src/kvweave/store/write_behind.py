@@ -106,8 +106,8 @@ class WriteBehind:
         done = self.flush(timeout)
         with self._changed:
             self._closed = True
-            for entry in self._entries.values():
-                self._drop(entry.record, "closed")
+            for record in [*(entry.record for entry in self._entries.values()), *self._writing.values()]:
+                self._drop(record, "closed")
             self._entries.clear()
             self._bytes = 0
             self._changed.notify_all()
