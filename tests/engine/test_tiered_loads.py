@@ -423,3 +423,16 @@ def test_what_a_finished_prefill_held_is_given_back_before_the_answer_ends() -> 
         assert medium.opened == medium.closed
         lab.engine.run([sequence])
         lab.forget_prefixes()
+
+
+def test_a_long_queue_doesnt_hold_all_its_records_open() -> None:
+    documents, prompt = standard()
+    medium = RecordingBlobs(MemoryBlobs())
+    lab = filled(medium, documents)
+    queue = [lab.add(prompt, "epic:k=4", max_tokens=1) for _ in range(60)]
+    wait([s.looking for s in queue if s.looking is not None])
+    assert medium.opened - medium.closed <= 16 * HEADERS
+    lab.engine.run(queue)
+    assert {s.output.reuse.ran for s in queue if s.output is not None} <= {"fused", "exact"}
+    assert all(s.output is not None for s in queue)
+    assert medium.opened == medium.closed

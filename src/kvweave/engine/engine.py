@@ -47,6 +47,7 @@ from kvweave.reuse.prefix import Prefix
 from kvweave.store.base import DAMAGED, EraseReceipt
 
 _LOOKUP_THREADS = 2
+_LOOK_AHEAD = 16  # waiting requests whose chunks are looked up in advance
 _LEAST_TIMEOUT = 0.05  # seconds: below that, a busy scheduler would be taken for a slow tier
 _PROBE = 20  # one of so many requests for which loading was expected to lose loads all the same
 _RESTARTS = 2  # single records that may fail in one request before all of their tier is given up for it
@@ -97,20 +98,27 @@ class Engine:
         max_new = self.check(request)
         stream = TextStream(self.parts.make_decoder(), request.params.stop)
         sequence = Sequence(request, stream, max_new)
-        self._look_up(sequence)
         self.scheduler.add(sequence)
+        self._look_ahead()
         return sequence
+
+    def _look_ahead(self) -> None:
+        """Lookups of the first requests in line; not of all, because what is found holds descriptors."""
+        for sequence in itertools.islice(self.scheduler.waiting, _LOOK_AHEAD):
+            if sequence.looking is None and sequence.request.technique.reuse != "off":
+                self._look_up(sequence)
 
     def _look_up(self, sequence: Sequence) -> None:
         """Ask the caches, on another thread if a tier may be slow; the request isn't admitted before they answered."""
         request, chunks = sequence.request, self.parts.chunks
-        if request.technique.reuse == "off":
-            return
         if not chunks.store.immediate:
             sequence.looking = self._lookups.submit(chunks.lookup, request.prompt, request.anchors)
             return
         sequence.looking = Future()
-        sequence.looking.set_result(chunks.lookup(request.prompt, request.anchors))
+        try:
+            sequence.looking.set_result(chunks.lookup(request.prompt, request.anchors))
+        except Exception as error:  # this request's own, like one on the other threads
+            sequence.looking.set_exception(error)
 
     def check_open(self) -> None:
         if self._closed:
@@ -155,6 +163,7 @@ class Engine:
     def step(self) -> list[Sequence]:
         """Run one batch; returns its sequences. A request's own error ends that request, a failed forward the batch."""
         self._no_room = None
+        self._look_ahead()
         self.scheduler.admit(self._start)
         batch = self.scheduler.schedule()
         if not batch:
@@ -185,7 +194,7 @@ class Engine:
         first = next(iter(self.scheduler.waiting), None)
         if first is None:
             return
-        if first is self._no_room or first.looking is None:
+        if first is self._no_room or first.looking is None:  # not even a lookup to wait for
             raise IntegrityError("a waiting request can't start although nothing runs")
         wait([first.looking])
 
@@ -275,7 +284,7 @@ class Engine:
         if sequence.found is not None and not self.parts.chunks.store.current(sequence.found.scope):
             sequence.found.close()
             self._look_up(sequence)
-        return sequence.looking is None or sequence.found is not None
+        return sequence.request.technique.reuse == "off" or sequence.found is not None
 
     def _control(self, lookup: Lookup) -> None:
         """Let the controller set the ratio, or decline loads that would lose."""

@@ -249,7 +249,7 @@ class Blobs(Protocol):
         ...
 
     def epoch(self, scope: bytes, deadline: float) -> int:
-        """How often this scope was erased."""
+        """A number that is raised whenever this scope is erased."""
         ...
 
     def raise_epoch(self, scope: bytes, epoch: int, deadline: float) -> None:

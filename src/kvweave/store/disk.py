@@ -5,7 +5,7 @@
     <root>/kvweave-store.json                     says that the folder is a store: {"format": 1}
     <root>/v1/<model>/<scope>/<xx>/<content>.kvr  records; their path follows from the key, so a lookup is one open
     <root>/v1/catalog.sqlite                      sizes, uses, pins (``store.catalog``)
-    <root>/v1/epochs/<scope>                      how often a tenant was erased
+    <root>/v1/epochs/<scope>                      when a tenant was erased last
     <root>/v1/owners/<process>.lock               locked while that process lives
     <root>/v1/damaged/*.bad                       the last values that failed their checks
 

@@ -23,7 +23,7 @@ _NETWORK = re.compile(
 
 
 class Epochs:
-    """How often each tenant was erased: one small file a tenant, so that it survives the catalogue. Never cached here."""
+    """When each tenant was erased last: one small file a tenant, so that it survives the catalogue. Never cached here."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
