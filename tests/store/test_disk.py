@@ -460,6 +460,9 @@ def test_pinned_records_stay_and_block(root: Path) -> None:
         assert store.contains(key(2))  # nothing was evicted in vain
         put(store, key(3), 5)
         assert [store.contains(key(i)) for i in range(4)] == [True, True, False, True]
+        stats = store.stats()
+        assert (stats.pins, stats.pinned_bytes) == (2, 4 * PAGE)
+        assert (stats.capacity_evictions, stats.quota_evictions) == (1, 0)
         for bad in (time.time() - 1, FOREVER):
             with pytest.raises(InvalidOption):
                 store.pin(key(0), bad, "test")
@@ -478,6 +481,7 @@ def test_quotas(root: Path) -> None:
         for i in range(4):
             put(store, key(i, A))
         assert [store.contains(key(i, A)) for i in range(4)] == [False, True, True, True]
+        assert (store.stats().capacity_evictions, store.stats().quota_evictions) == (0, 1)
         with pytest.raises(Rejected, match="quota"):
             put(store, key(9, A), 4)
         assert store.usage()[A].records == 3  # nothing was evicted in vain
@@ -486,6 +490,8 @@ def test_quotas(root: Path) -> None:
             put(store, key(i, B))
         for i in range(20):
             put(store, key(i, b"C" * 8))
+        assert store.stats().capacity_evictions > 0
+        assert (store.stats().pins, store.stats().quota_evictions) == (0, 1)
         assert store.usage()[B].bytes == 4 * PAGE
     with pytest.raises(InvalidOption, match="reserve"):
         DiskBlobs(root, 3 * PAGE, quotas=quotas)

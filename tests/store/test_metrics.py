@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from kvweave.core.spec import KVLayout, LayerSpec
 from kvweave.store import erasure
 from kvweave.store.base import MISS_REASONS, ChunkRecord, Miss, StoredChunk, TierError
 from kvweave.store.disk import DiskBlobs
+from kvweave.store.eviction import Quota
 from kvweave.store.guard import Guarded
 from kvweave.store.host import HostStore
 from kvweave.store.memory_blobs import MemoryBlobs
@@ -30,7 +32,7 @@ MODEL = ModelFingerprint.of(content="secret model")
 TOKENS = 70
 LABELS = {"tier", "result", "reason", "kind", "field", "state", "le"}
 VALUES = {"ok", "hit", "absent", "dropped", "refused", "host", "disk", "memory", *MISS_REASONS, *REFUSALS, *DROPS}
-VALUES |= {*BREAKER_STATES}
+VALUES |= {*BREAKER_STATES, "full", "partial", "capacity"}
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -136,11 +138,16 @@ def test_counts_are_those_of_what_was_done(store: TieredStore, tmp_path: Path) -
     assert at("lookup_tokens_total", tier="disk", result="absent") == TOKENS
     assert at("lookups_total", tier="memory", result="absent") == 1, "asked only for what the disk lacks"
     assert at("lookups_total", tier="host", result="absent") == 4
-    assert at("loads_total", tier="disk", result="ok") == 3
+    assert at("loads_total", tier="disk", result="ok", kind="full") == at.sum("loads_total", tier="disk") == 3
     row = sum(s.num_kv_heads * (s.key_dim + s.value_dim) for s in LAYOUT.layers) * 2
     assert at("load_bytes_total", tier="disk") == 3 * TOKENS * row
-    assert at("load_seconds_count", tier="disk") == 3
+    assert at("load_rows_total", tier="disk") == 3 * TOKENS * len(LAYOUT.layers)
+    assert at("load_seconds_count", tier="disk") == at("first_byte_seconds_count", tier="disk") == 3
     assert 0 < at("load_seconds_sum", tier="disk") < 10
+    assert 0 < at("first_byte_seconds_sum", tier="disk") < 10
+    rate = at("load_bytes_total", tier="disk") / at("load_seconds_sum", tier="disk")
+    assert at("bandwidth_bytes_per_second", tier="disk") == pytest.approx(2 * rate), "two threads"
+    assert not at.sum("bandwidth_bytes_per_second", tier="memory"), "nothing was read there"
     assert 170 < at("saved_prefill_seconds_total", tier="disk") <= 180, "a minute each, less the loads"
     assert at("lost_seconds_total", tier="disk") == 0
     assert at.sum("promotions_total") == 0, "host memory has no room"
@@ -149,7 +156,23 @@ def test_counts_are_those_of_what_was_done(store: TieredStore, tmp_path: Path) -
     assert not isinstance(dropped, Miss)
     dropped.read(torch.arange(TOKENS), 0, 1, 10.0)
     dropped.close()
-    assert scrape(store)("loads_total", tier="disk", result="dropped") == 1
+    assert scrape(store)("loads_total", tier="disk", result="dropped", kind="full") == 1
+
+
+def test_partial_loads(store: TieredStore) -> None:
+    one = record(1)
+    store.put(one, wait=True)
+    assert store.flush(10)
+    (found,) = store.find([one.identity])
+    assert not isinstance(found, Miss)
+    for tokens, first_layer in ((TOKENS, 1), (1, 0)):
+        reader = found.read(torch.arange(tokens), first_layer, 1, 10.0)
+        for layer in range(first_layer, len(LAYOUT.layers)):
+            reader.layer(layer)
+    at = scrape(store)
+    found.close()
+    assert at("loads_total", tier="disk", result="ok", kind="partial") == at.sum("loads_total", tier="disk") == 2
+    assert TOKENS + 2 <= at("load_rows_total", tier="disk") < 3 * TOKENS, "groups of rows are read whole"
 
 
 def test_promotions(store: TieredStore, tmp_path: Path) -> None:
@@ -210,11 +233,29 @@ def test_refused_and_evicted(tmp_path: Path) -> None:
         store.flush(10)
     at = scrape(store)
     assert at("puts_total", tier="disk", result="ok") == 12
-    assert at("evictions_total", tier="disk") == 12 - at("records", tier="disk") > 0
+    assert at("evictions_total", tier="disk", reason="capacity") == 12 - at("records", tier="disk") > 0
+    assert at("evictions_total", tier="disk", reason="quota") == 0
     assert at("evicted_bytes_total", tier="disk") > 0
     assert at("bytes", tier="disk") <= 70_000
     store.find([record(0).identity])
     assert scrape(store)("lookups_total", tier="disk", result="evicted") == 1
+    store.close()
+
+
+def test_quota_and_pins(tmp_path: Path) -> None:
+    disk = DiskBlobs(tmp_path / "store", 2**26, default_quota=Quota(max=20_000))
+    store = TieredStore(HostStore(0), [disk], layout=LAYOUT)
+    for i in range(4):
+        store.put(record(i), wait=True)
+        store.flush(10)
+    at = scrape(store)
+    assert at("evictions_total", tier="disk", reason="quota") == 4 - at("records", tier="disk") > 0
+    assert at("evictions_total", tier="disk", reason="capacity") == 0
+    assert at("pins", tier="disk") == at("pinned_bytes", tier="disk") == 0
+    assert disk.pin(record(3).key, time.time() + 60, "test")
+    at = scrape(store)
+    assert at("pins", tier="disk") == 1
+    assert at("pinned_bytes", tier="disk") == (tmp_path / "store" / "v1" / f"{record(3).key.name}.kvr").stat().st_size
     store.close()
 
 

@@ -53,7 +53,7 @@ class Claim:
 
 
 class Usage(NamedTuple):
-    """What one scope holds."""
+    """What one scope holds, or all pins."""
 
     bytes: int
     records: int
@@ -215,6 +215,11 @@ class Catalog:
         """True if it was pinned."""
         query = "UPDATE records SET pinned_until = 0, pin_owner = '' WHERE name = ? AND pinned_until > ?"
         return self._db.write(lambda db: db.execute(query, (name, now)).rowcount > 0)
+
+    def pinned(self, now: float) -> Usage:
+        """What pins keep from eviction."""
+        query = "SELECT coalesce(sum(bytes), 0), count(*) FROM records WHERE pinned_until > ?"
+        return self._db.read(lambda db: Usage(*db.execute(query, (now,)).fetchone()))
 
     # Listing
 

@@ -270,6 +270,7 @@ class DiskBlobs:
         parts = self._parts
         usage = self.usage() if parts is None else parts.catalog.usage()
         used = {scope: held.bytes for scope, held in usage.items()} if parts is None else parts.catalog.used()
+        pinned = Usage(0, 0) if parts is None else parts.catalog.pinned(time.time())
         rejected = self._counts.of(REASONS)
         return DiskStats(
             records=sum(held.records for held in usage.values()),
@@ -278,6 +279,8 @@ class DiskBlobs:
             free=self.free_bytes,
             rebuilds=0 if parts is None else parts.catalog.rebuilds,
             rebuild_seconds=0.0 if parts is None else parts.upkeep.seconds,
+            pins=pinned.records,
+            pinned_bytes=pinned.bytes,
             rejected={reason: number for reason, number in rejected.items() if number},
             **self._counts.of(COUNTED),
         )

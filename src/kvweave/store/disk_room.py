@@ -6,6 +6,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import accumulate, islice
 
 from kvweave.store.base import Rejected, TierError
 from kvweave.store.catalog import GHOSTS, Catalog, Claim
@@ -126,18 +127,26 @@ class Room:
         own = sum(entry.size for entry in chosen if entry.scope == scope)
         if own < need.own or sum(entry.size for entry in chosen) < need.required:
             return False  # evicting all of these wouldn't be enough: keep them
-        for i in range(0, len(chosen), _BATCH):
-            batch = chosen[i : i + _BATCH]
-            clock = max(map(policy.priority, batch)) if isinstance(policy, Cost) else 0.0
-            self._evict(batch, now, clock)
+        quota = _for_quota(chosen, need)
+        for reason, leaving in (("quota_evictions", chosen[:quota]), ("capacity_evictions", chosen[quota:])):
+            for i in range(0, len(leaving), _BATCH):
+                batch = leaving[i : i + _BATCH]
+                clock = max(map(policy.priority, batch)) if isinstance(policy, Cost) else 0.0
+                self._evict(batch, reason, now, clock)
         return bool(chosen)
 
-    def _evict(self, batch: list[Entry], now: float, clock: float) -> None:
+    def _evict(self, batch: list[Entry], reason: str, now: float, clock: float) -> None:
         gone = self._catalog.evict([entry.name for entry in batch], now, clock)
-        self._counts.add("evictions", len(gone))
+        self._counts.add(reason, len(gone))
         self._counts.add("evicted_bytes", sum(size for _, size in gone))
         self.ghosts.add(name for name, _ in gone)
 
     def _spare(self) -> int:
         free, total = self._files.space()
         return free - max(ROOM, int(self._free_floor * total))
+
+
+def _for_quota(chosen: list[Entry], need: Need) -> int:
+    """How many of the first victims leave because their scope is at its maximum: ``victims`` begins with those."""
+    before = accumulate((entry.size for entry in chosen), initial=0)
+    return sum(size < need.own for size in islice(before, len(chosen)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class DiskStats:
-    """Counters since this process opened the folder; ``records``, ``bytes`` and ``free`` are as of now."""
+    """Counters since this process opened the folder; ``records``, ``bytes``, ``free`` and pins are as of now."""
 
     records: int
     bytes: int
@@ -23,16 +23,26 @@ class DiskStats:
     duplicates: int
     errors: int
     corrupt: int
-    evictions: int
+    capacity_evictions: int
+    """Because the tier or the file system was full."""
+    quota_evictions: int
+    """Because their own scope was at its maximum."""
     evicted_bytes: int
     rebuilds: int
     """How often the catalogue was found damaged."""
     rebuild_seconds: float
     """What the last comparison of catalogue and files took."""
+    pins: int = 0
+    pinned_bytes: int = 0
     rejected: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def evictions(self) -> int:
+        return self.capacity_evictions + self.quota_evictions
 
-COUNTED = ("opens", "hits", "puts", "duplicates", "errors", "corrupt", "evictions", "evicted_bytes")
+
+_EVICTED = ("capacity_evictions", "quota_evictions", "evicted_bytes")
+COUNTED = ("opens", "hits", "puts", "duplicates", "errors", "corrupt", *_EVICTED)
 REASONS = ("no_room", "quota", "read_only", "stale")
 
 

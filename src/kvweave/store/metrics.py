@@ -89,7 +89,7 @@ class StoreCollector(Collector):
             families.gauge("deletes_pending", "Erasures a tier still has to do.", self._store.pending_erasures)
             stats = self._store.tier_stats()
             for tier in self._store.tiers:
-                _tier(families, tier.name, stats[tier.name])
+                _tier(families, tier.name, stats[tier.name], self._store.io_threads)
                 _medium(families, tier.name, tier.blobs)
         yield from families.made.values()
 
@@ -101,25 +101,30 @@ class StoreCollector(Collector):
         out.gauge("records", _RECORDS, stats.records, tier=tier)
         out.gauge("bytes", _BYTES, stats.bytes, tier=tier)
         out.gauge("capacity_bytes", _CAPACITY, stats.budget, tier=tier)
-        out.count("evictions", _EVICTIONS, stats.evictions, tier=tier)
+        out.count("evictions", _EVICTIONS, stats.evictions, tier=tier, reason="capacity")
         out.count("refused", "Records larger than all of host memory's budget.", stats.refused, tier=tier)
         out.gauge("tier_up", _UP, 1, tier=tier)
 
 
-def _tier(out: _Families, tier: str, stats: TierStats) -> None:
+def _tier(out: _Families, tier: str, stats: TierStats, threads: int) -> None:
     """What every tier behind host memory counts."""
     at = stats.counters
     lookups: dict[str, int] = {"hit": at.hits} | {str(reason): number for reason, number in at.misses.items()}
     out.reasons("lookups", _LOOKUPS, lookups, ("hit", *MISS_REASONS), tier=tier)
     out.count("lookup_tokens", "Tokens of the chunks looked up.", at.hit_tokens, tier=tier, result="hit")
     out.count("lookup_tokens", "Tokens of the chunks looked up.", at.missed_tokens, tier=tier, result="absent")
-    out.reasons("loads", "Loads by result.", at.loads, ("ok", "dropped", *MISS_REASONS), tier=tier)
+    for kind, loads in (("full", at.whole_loads), ("partial", at.loads - at.whole_loads)):
+        known = ("ok", "dropped", *MISS_REASONS)
+        out.reasons("loads", "Loads by result; full: all rows of all layers.", +loads, known, tier=tier, kind=kind)
     out.count("load_bytes", "Bytes read for loads.", at.bytes_read, tier=tier)
+    out.count("load_rows", "Rows read for loads, those of every layer.", at.rows_read, tier=tier)
     out.times("load_seconds", "Time of a load, added up over I/O threads.", at.load_times, tier=tier)
+    out.times("first_byte_seconds", "Time from a load's begin to the end of its first read.", at.first_times, tier=tier)
+    if at.load_seconds > 0:
+        out.gauge("bandwidth_bytes_per_second", _BANDWIDTH, threads * at.bytes_read / at.load_seconds, tier=tier)
     out.count("saved_prefill_seconds", "Prefill that loads made unnecessary, less their time.", at.saved_seconds, tier=tier)
     out.count("lost_seconds", "Time of loads beyond what prefill would have taken.", at.lost_seconds, tier=tier)
-    known = ("ok", *REFUSALS, *MISS_REASONS)
-    out.reasons("puts", "Writes by result.", at.puts, known, tier=tier)
+    out.reasons("puts", "Writes by result.", at.puts, ("ok", *REFUSALS, *MISS_REASONS), tier=tier)
     out.count("put_bytes", "Bytes written.", at.bytes_written, tier=tier)
     out.times("put_seconds", "Time of a write.", at.put_times, tier=tier)
     out.count("quota_rejected", "Writes refused for a tenant's quota.", at.puts["quota"], tier=tier)
@@ -165,8 +170,11 @@ def _disk(out: _Families, tier: str, stats: DiskStats) -> None:
     if stats.capacity is not None:
         out.gauge("capacity_bytes", _CAPACITY, stats.capacity, tier=tier)
     out.gauge("free_bytes", "Of the file system.", stats.free, tier=tier)
-    out.count("evictions", _EVICTIONS, stats.evictions, tier=tier)
+    out.count("evictions", _EVICTIONS, stats.capacity_evictions, tier=tier, reason="capacity")
+    out.count("evictions", _EVICTIONS, stats.quota_evictions, tier=tier, reason="quota")
     out.count("evicted_bytes", "Bytes that made room for others.", stats.evicted_bytes, tier=tier)
+    out.gauge("pins", "Records that are kept from eviction.", stats.pins, tier=tier)
+    out.gauge("pinned_bytes", "Their bytes.", stats.pinned_bytes, tier=tier)
     out.count("put_duplicates", "Writes of what was there already; puts has them as ok.", stats.duplicates, tier=tier)
     out.count("errors", "Failed operations of the medium.", stats.errors, tier=tier)
     out.count("index_rebuilds", "How often the catalogue was found damaged.", stats.rebuilds, tier=tier)
@@ -178,4 +186,5 @@ _RECORDS = "Records held now."
 _BYTES = "Bytes held now, with those being written."
 _CAPACITY = "Most bytes it may hold."
 _EVICTIONS = "Records that made room for others."
+_BANDWIDTH = "Bytes of all loads so far over the time of one I/O thread, times the threads."
 _UP = "0 while the tier can't be used."

@@ -130,6 +130,24 @@ class SharedBlob:
 
 
 @dataclass(frozen=True)
+class Load:
+    """How a load went."""
+
+    result: str
+    """ok, dropped, or the reason of its failure."""
+    whole: bool
+    """All rows of all layers were wanted."""
+    rows: int = 0
+    """Rows read, those of every layer."""
+    size: int = 0
+    """Bytes read."""
+    seconds: float = 0.0
+    """Added up over I/O threads."""
+    first: float = 0.0
+    """Seconds from its begin until the first of its reads was done."""
+
+
+@dataclass(frozen=True)
 class Source:
     """An open record as its reader sees it."""
 
@@ -139,8 +157,8 @@ class Source:
     min_read: int
     damaged: Callable[[MissReason], None]
     """Told, on an I/O thread, that the bytes are wrong for good."""
-    finished: Callable[[str, int, float], None]
-    """Told the result of a load (ok, or a reason), its bytes and its seconds."""
+    finished: Callable[[Load], None]
+    """Told once of every load."""
     promote: Callable[[ChunkRecord], object] | None = None
     """Takes the record once all of it was read."""
     promote_later: Callable[[], None] | None = None
@@ -161,6 +179,8 @@ class RecordReader:
         self.tier = source.tier
         self.bytes_read = 0
         self.load_seconds = 0.0
+        self._rows_read = 0
+        self._begun, self._first = time.perf_counter(), 0.0
         self._source, self._loading, self._ticket = source, loading, ticket
         self._deadline = deadline
         self._timeout = deadline - time.monotonic()
@@ -170,11 +190,11 @@ class RecordReader:
         self._reads: dict[int, Future[dict[int, KV]]] = {}
         self._arrived: dict[int, KV] = {}
         self._reserved: dict[int, int] = {}
-        whole = first_layer == 0 and tokens.numel() == header.num_tokens
-        self._kept: dict[int, KV] | None = {} if source.promote is not None and whole else None
+        self._whole = first_layer == 0 and tokens.numel() == header.num_tokens
+        self._kept: dict[int, KV] | None = {} if source.promote is not None and self._whole else None
         self._promoted = False
         self._finished = False
-        self._lock = threading.Lock()  # of the two counters
+        self._lock = threading.Lock()  # of what is counted
         self._ahead()
 
     @property
@@ -256,16 +276,21 @@ class RecordReader:
                 self._source.damaged(error.reason)
             raise
         finally:
+            end = time.perf_counter()
             with self._lock:
-                self.load_seconds += time.perf_counter() - start
+                self.load_seconds += end - start
                 self.bytes_read += unit.size
+                self._rows_read += self._extents.rows * (unit.stop - unit.start)
+                self._first = self._first or end - self._begun
 
     def _finish(self, result: str) -> None:
         """The first result counts."""
         if self._finished:
             return
         self._finished = True
-        self._source.finished(result, self.bytes_read, self.load_seconds)
+        with self._lock:
+            load = Load(result, self._whole, self._rows_read, self.bytes_read, self.load_seconds, self._first)
+        self._source.finished(load)
         if result == "ok" and not self._promoted and self._source.promote_later is not None:
             self._source.promote_later()
 

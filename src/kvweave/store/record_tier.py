@@ -32,7 +32,7 @@ from kvweave.store.base import (
     contained,
 )
 from kvweave.store.codec import CodecName, layer_rows
-from kvweave.store.reader import Extents, Loading, RecordReader, SharedBlob, Source, Unit, read_unit
+from kvweave.store.reader import Extents, Load, Loading, RecordReader, SharedBlob, Source, Unit, read_unit
 from kvweave.store.record import FIRST_READ, Header, check_identity, decode_header, header_length
 
 LOG = logging.getLogger("kvweave.store")
@@ -67,14 +67,20 @@ class TierCounters:
     missed_tokens: int = 0
     loads: Counter[str] = field(default_factory=Counter)
     """ok, dropped (closed before the last layer), or the reason of a load that failed."""
+    whole_loads: Counter[str] = field(default_factory=Counter)
+    """Those of ``loads`` that wanted all rows of all layers."""
     puts: Counter[str] = field(default_factory=Counter)
     """ok, or why not: io, no_room, quota, read_only, stale."""
     bytes_written: int = 0
     write_seconds: float = 0.0
     bytes_read: int = 0
+    rows_read: int = 0
+    """Those of every layer."""
     load_seconds: float = 0.0
     load_times: Times = field(default_factory=Times)
     """Of the loads that are ok. A load's seconds add up over the threads that read for it."""
+    first_times: Times = field(default_factory=Times)
+    """Of the loads that are ok: from the begin until the first read was done."""
     put_times: Times = field(default_factory=Times)
     saved_seconds: float = 0.0
     """Where loading took less than computing would have: the sum of the differences."""
@@ -225,7 +231,7 @@ class RecordTier:
             self._promote(take, record)
         except TierError as error:
             self._damaged(identity.key, error.reason)
-            self._count_load(0.0, error.reason, 0, 0.0)
+            self._count_load(0.0, Load(error.reason, whole=True))
         finally:
             found.close()
 
@@ -263,15 +269,18 @@ class RecordTier:
             blob.close()
             raise
 
-    def _count_load(self, prefill_seconds: float, result: str, size: int, seconds: float) -> None:
+    def _count_load(self, prefill_seconds: float, load: Load) -> None:
         with self._lock:
-            self.counters.loads[result] += 1
-            self.counters.bytes_read += size
-            self.counters.load_seconds += seconds
-            if result == "ok":
-                self.counters.load_times.add(seconds)
-                self.counters.saved_seconds += max(0.0, prefill_seconds - seconds)
-                self.counters.lost_seconds += max(0.0, seconds - prefill_seconds)
+            self.counters.loads[load.result] += 1
+            self.counters.whole_loads[load.result] += load.whole
+            self.counters.bytes_read += load.size
+            self.counters.rows_read += load.rows
+            self.counters.load_seconds += load.seconds
+            if load.result == "ok":
+                self.counters.load_times.add(load.seconds)
+                self.counters.first_times.add(load.first)
+                self.counters.saved_seconds += max(0.0, prefill_seconds - load.seconds)
+                self.counters.lost_seconds += max(0.0, load.seconds - prefill_seconds)
 
     def _promote(self, take: Promote, record: ChunkRecord) -> None:
         taken = bool(take(record))
