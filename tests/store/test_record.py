@@ -257,7 +257,7 @@ def test_every_flipped_byte_is_found_or_lies_in_padding() -> None:
         if at in meaningful:
             with pytest.raises(TierError) as error:
                 read(memoryview(flipped), record.key)
-            assert error.value.reason in DAMAGED
+            assert error.value.reason in DAMAGED | {"version"}
         else:
             _, k, v = read(memoryview(flipped), record.key)
             assert all(torch.equal(a, b) for a, b in zip([*k, *v], [*keys, *values], strict=True))
