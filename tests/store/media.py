@@ -49,8 +49,6 @@ def always(fault: Fault, *operations: str) -> Callable[[str], Fault]:
 class FaultyBlobs:
     """``blobs`` with faults; ``choose`` may be replaced while it is in use. A wait past the deadline fails."""
 
-    ranged = True
-
     def __init__(self, blobs: Blobs, choose: Callable[[str], Fault] = lambda operation: None, seed: int = 0) -> None:
         self.blobs = blobs
         self.choose = choose
@@ -164,7 +162,6 @@ class RecordingBlobs:
     calls: list[Call] = field(default_factory=list)
     opened: int = 0
     closed: int = 0
-    ranged = True
 
     def __post_init__(self) -> None:
         self.lock = threading.Lock()

@@ -350,7 +350,7 @@ def test_a_write_of_before_an_erasure_doesnt_come_back() -> None:
     assert list(medium.scan()) == []
 
 
-def test_the_queue_drops_what_matters_least_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_queue_drops_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     gate, written = threading.Event(), []
 
     def write(one: ChunkRecord, epoch: int) -> None:
@@ -362,10 +362,11 @@ def test_the_queue_drops_what_matters_least_and_says_so(caplog: pytest.LogCaptur
     deadline = time.monotonic() + 5
     while queue._entries and time.monotonic() < deadline:
         time.sleep(0.01)  # until the thread has taken it
-    assert queue.offer(record(1, scope), 0, priority=0)
     assert queue.offer(record(2, scope), 0)
-    assert queue.offer(record(3, scope), 0), "takes the place of the one nobody asked for"
-    assert not queue.offer(record(4, scope), 0), "all of them were asked for: the newest has to go"
+    assert queue.offer(record(3, scope), 0)
+    assert queue.offer(record(3, scope), 0), "it is queued already"
+    assert not queue.offer(record(1, scope), 0), "the newest has to go"
+    assert not queue.offer(record(4, scope), 0)
     assert queue.dropped == {"full": 2}
     assert caplog.text.count("was not written") == 2
     gate.set()

@@ -28,8 +28,6 @@ _WINDOW = 2**27
 class Compressed:
     """``blobs`` with zstd at ``level`` (1 to 19); values of more than ``largest`` plain bytes are never decompressed."""
 
-    ranged = False
-
     def __init__(self, blobs: Blobs, level: int = 1, largest: int = LARGEST) -> None:
         try:
             import zstandard

@@ -53,7 +53,6 @@ class DiskBlobs:
     """
 
     min_read = 0
-    ranged = True
 
     def __init__(
         self,

@@ -33,16 +33,11 @@ class IOPool:
     def __init__(self, threads: int, name: str = "io") -> None:
         self._queue: queue.PriorityQueue[_Job] = queue.PriorityQueue()
         self._numbers = itertools.count()
-        self._tickets = itertools.count(1)
         self._size = threads
         self._name = name
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._closed = False
-
-    def ticket(self) -> int:
-        """A number above all given out before."""
-        return next(self._tickets)
 
     def submit(self, priority: Priority, work: Callable[[], T]) -> Future[T]:
         """Queue a job; on a closed pool its future is cancelled."""

@@ -45,7 +45,6 @@ class MemoryBlobs:
 
     name = "memory"
     min_read = 1
-    ranged = True
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

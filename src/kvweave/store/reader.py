@@ -130,7 +130,7 @@ class SharedBlob:
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadResult:
     """How a load went."""
 
     result: str
@@ -157,7 +157,7 @@ class Source:
     min_read: int
     damaged: Callable[[MissReason], None]
     """Told, on an I/O thread, that the bytes are wrong for good."""
-    finished: Callable[[Load], None]
+    finished: Callable[[LoadResult], None]
     """Told once of every load."""
     promote: Callable[[ChunkRecord], object] | None = None
     """Takes the record once all of it was read."""
@@ -289,7 +289,7 @@ class RecordReader:
             return
         self._finished = True
         with self._lock:
-            load = Load(result, self._whole, self._rows_read, self.bytes_read, self.load_seconds, self._first)
+            load = LoadResult(result, self._whole, self._rows_read, self.bytes_read, self.load_seconds, self._first)
         self._source.finished(load)
         if result == "ok" and not self._promoted and self._source.promote_later is not None:
             self._source.promote_later()

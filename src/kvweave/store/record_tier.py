@@ -32,7 +32,7 @@ from kvweave.store.base import (
     contained,
 )
 from kvweave.store.codec import CodecName, layer_rows
-from kvweave.store.reader import Extents, Load, Loading, RecordReader, SharedBlob, Source, Unit, read_unit
+from kvweave.store.reader import Extents, Loading, LoadResult, RecordReader, SharedBlob, Source, Unit, read_unit
 from kvweave.store.record import FIRST_READ, Header, check_identity, decode_header, header_length
 
 LOG = logging.getLogger("kvweave.store")
@@ -231,7 +231,7 @@ class RecordTier:
             self._promote(take, record)
         except TierError as error:
             self._damaged(identity.key, error.reason)
-            self._count_load(0.0, Load(error.reason, whole=True))
+            self._count_load(0.0, LoadResult(error.reason, whole=True))
         finally:
             found.close()
 
@@ -269,7 +269,7 @@ class RecordTier:
             blob.close()
             raise
 
-    def _count_load(self, prefill_seconds: float, load: Load) -> None:
+    def _count_load(self, prefill_seconds: float, load: LoadResult) -> None:
         with self._lock:
             self.counters.loads[load.result] += 1
             self.counters.whole_loads[load.result] += load.whole

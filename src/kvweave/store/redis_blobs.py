@@ -41,7 +41,6 @@ class RedisBlobs:
 
     name = "redis"
     min_read = 256 * 1024
-    ranged = True
 
     def __init__(
         self, url: str, *, ttl: float = 7 * 86400.0, timeout: float = 1.0, connections: int = 8, **options: Any

@@ -38,7 +38,6 @@ class S3Blobs:
 
     name = "s3"
     min_read = 8 * 2**20
-    ranged = True
 
     def __init__(
         self, bucket: str, prefix: str = "", *, timeout: float = 2.0, allow_http: bool = False, **config: Any

@@ -127,9 +127,6 @@ class TieredStore:
     def immediate(self) -> bool:
         return not self.tiers
 
-    def ticket(self) -> int:
-        return self._pool.ticket()
-
     def scope(self, tenant: str) -> Scope:
         return self._eraser.scope(tenant)
 

@@ -1,6 +1,6 @@
 """Writes to slow tiers, behind the request that made the record.
 
-The queue is bounded in bytes. Full, it never makes a request wait: the record of the lowest priority is dropped, counted
+The queue is bounded in bytes, first come first served. Full, it never makes a request wait: the record is dropped, counted
 and logged. Who can wait (a precompute job) says so and gets room.
 """
 
@@ -11,24 +11,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal
+from typing import NamedTuple
 
 from kvweave.core.keys import ChunkKey
 from kvweave.store.base import ChunkRecord
 
 LOG = logging.getLogger("kvweave.store")
 _CANCEL = 5.0  # seconds to wait for a write that can't be called back; the medium refuses it if its tenant was erased
-Priority = Literal[0, 1]
-"""1: asked for (precompute); 0: because there was an occasion (demotion)."""
 
 
-@dataclass(order=True)
-class _Entry:
-    priority: int
-    number: int
-    record: ChunkRecord = field(compare=False)
-    epoch: int = field(compare=False)
+class _Entry(NamedTuple):
+    record: ChunkRecord
+    epoch: int
 
 
 class WriteBehind:
@@ -45,7 +39,6 @@ class WriteBehind:
         self._entries: dict[ChunkKey, _Entry] = {}
         self._writing: dict[ChunkKey, ChunkRecord] = {}
         self._bytes = 0
-        self._number = 0
         self._closed = False
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -59,7 +52,7 @@ class WriteBehind:
             busy = self._writing.values()
             return len(self._entries) + len(busy), self._bytes + sum(record.num_bytes for record in busy)
 
-    def offer(self, record: ChunkRecord, epoch: int, priority: Priority = 1, *, wait: bool = False) -> bool:
+    def offer(self, record: ChunkRecord, epoch: int, *, wait: bool = False) -> bool:
         """Queue a record; False if it was dropped. With ``wait`` it waits for room instead."""
         size = record.num_bytes
         with self._changed:
@@ -70,11 +63,10 @@ class WriteBehind:
             if self._closed:
                 self._drop(record, "closed")
                 return False
-            if not self._fits(size) and not self._make_room(size, priority):
+            if not self._fits(size):
                 self._drop(record, "full")
                 return False
-            self._number += 1
-            self._entries[record.key] = _Entry(priority, -self._number, record, epoch)
+            self._entries[record.key] = _Entry(record, epoch)
             self._bytes += size
             self._start()
             self._changed.notify_all()
@@ -118,16 +110,6 @@ class WriteBehind:
     def _fits(self, size: int) -> bool:
         return self._bytes + size <= self._max_bytes or not (self._entries or self._writing)
 
-    def _make_room(self, size: int, priority: int) -> bool:
-        """Drop what matters less; what matters as much and came earlier stays."""
-        for key, entry in sorted(self._entries.items(), key=lambda item: item[1]):
-            if self._bytes + size <= self._max_bytes or entry.priority >= priority:
-                break
-            del self._entries[key]
-            self._bytes -= entry.record.num_bytes
-            self._drop(entry.record, "full")
-        return self._bytes + size <= self._max_bytes
-
     def _drop(self, record: ChunkRecord, why: str) -> None:
         self.dropped[why] += 1
         LOG.warning("a record of %d tokens was not written to the slower tiers: %s", len(record.identity.token_ids), why)
@@ -144,8 +126,8 @@ class WriteBehind:
                 self._changed.wait_for(lambda: self._closed or self._entries)
                 if not self._entries:
                     return
-                key, entry = max(self._entries.items(), key=lambda item: item[1])  # most important, then oldest
-                del self._entries[key]
+                key = next(iter(self._entries))
+                entry = self._entries.pop(key)
                 self._bytes -= entry.record.num_bytes
                 self._writing[key] = entry.record
             start = time.perf_counter()
