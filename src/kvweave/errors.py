@@ -11,11 +11,38 @@ command line returns (1 failed or interrupted, 2 usage or configuration, 3 a che
     │   ├── InvalidOption             a known key with a value outside its range
     │   ├── UnknownTechnique
     │   └── MissingExtra              an optional dependency isn't installed
-    ├── RequestError                  this request can't run; others are not affected
+    ├── RequestError                  this request can't run; others are not affected (HTTP 400)
     │   ├── InvalidRequest
+    │   ├── UnsupportedParameter      a known field with a value that isn't supported
+    │   ├── UnsupportedContent        a content part that isn't text
+    │   ├── UnknownCacheField
+    │   ├── ConflictingFields         two spellings of one thing, or two things that contradict each other
+    │   ├── InvalidDrop
+    │   ├── InvalidReposition
+    │   ├── TemplateRefused           the chat template refuses these messages
     │   ├── ContextLengthExceeded
     │   ├── PromptExceedsPool
-    │   └── RequestAborted            stopped from outside: the engine was closed, or a request in its batch failed
+    │   ├── RequestTooLarge           (413)
+    │   ├── UnsupportedMediaType      (415)
+    │   └── RequestAborted            stopped from outside: the engine was closed, or a request in its batch failed (503)
+    ├── AccessError                   who asks may not (401, 403)
+    │   ├── MissingApiKey
+    │   ├── InvalidApiKey
+    │   ├── ScopeMissing
+    │   └── RateLimited               (429)
+    ├── NotFound                      (404)
+    │   ├── UnknownModel
+    │   ├── SegmentNotFound
+    │   └── RequestNotFound
+    ├── Conflict                      it can't be done as asked in the state things are in (409)
+    │   ├── ReuseRefused
+    │   ├── RestoreLimit
+    │   ├── PinQuotaExceeded
+    │   └── TenantBusy
+    ├── Unavailable                   not now (503)
+    │   ├── Overloaded
+    │   ├── Loading
+    │   └── Draining
     ├── DocumentError                 a document file can't be used
     ├── ModelError
     │   ├── ModelNotFound
@@ -41,11 +68,24 @@ class KvweaveError(Exception):
 
     code = "error"
     exit_code = 1
+    http_status = 500
+    error_type = "server_error"
+    param: str | None = None
+    """The field of the request that is wrong, where it is one."""
+    retry_after: float | None = None
+    """Seconds after which trying again makes sense (429 and 503)."""
+
+    def __init__(self, message: str = "", *, param: str | None = None, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.retry_after = retry_after
 
 
 class ConfigError(KvweaveError):
     code = "config_error"
     exit_code = 2
+    http_status = 400  # where a request names what the configuration knows, a technique say
+    error_type = "invalid_request_error"
 
 
 class UnknownOption(ConfigError):
@@ -75,10 +115,40 @@ class MissingExtra(ConfigError):
 
 class RequestError(KvweaveError):
     code = "invalid_request"
+    http_status = 400
+    error_type = "invalid_request_error"
 
 
 class InvalidRequest(RequestError):
     code = "invalid_request"
+
+
+class UnsupportedParameter(RequestError):
+    code = "unsupported_parameter"
+
+
+class UnsupportedContent(RequestError):
+    code = "unsupported_content"
+
+
+class UnknownCacheField(RequestError):
+    code = "unknown_cache_field"
+
+
+class ConflictingFields(RequestError):
+    code = "conflicting_fields"
+
+
+class InvalidDrop(RequestError):
+    code = "invalid_drop"
+
+
+class InvalidReposition(RequestError):
+    code = "invalid_reposition"
+
+
+class TemplateRefused(RequestError):
+    code = "template_error"
 
 
 class ContextLengthExceeded(RequestError):
@@ -89,8 +159,106 @@ class PromptExceedsPool(RequestError):
     code = "prompt_exceeds_pool"
 
 
+class RequestTooLarge(RequestError):
+    code = "request_too_large"
+    http_status = 413
+
+
+class UnsupportedMediaType(RequestError):
+    code = "unsupported_media_type"
+    http_status = 415
+
+
 class RequestAborted(RequestError):
     code = "request_aborted"
+    http_status = 503
+    error_type = "server_error"
+
+
+class AccessError(KvweaveError):
+    code = "permission_error"
+    http_status = 403
+    error_type = "permission_error"
+
+
+class MissingApiKey(AccessError):
+    code = "missing_api_key"
+    http_status = 401
+    error_type = "authentication_error"
+
+
+class InvalidApiKey(AccessError):
+    code = "invalid_api_key"
+    http_status = 401
+    error_type = "authentication_error"
+
+
+class ScopeMissing(AccessError):
+    code = "scope_missing"
+
+
+class RateLimited(AccessError):
+    code = "rate_limited"
+    http_status = 429
+    error_type = "rate_limit_error"
+
+
+class NotFound(KvweaveError):
+    code = "not_found"
+    http_status = 404
+    error_type = "not_found_error"
+
+
+class UnknownModel(NotFound):
+    code = "model_not_found"
+
+
+class SegmentNotFound(NotFound):
+    code = "segment_not_found"
+
+
+class RequestNotFound(NotFound):
+    code = "request_not_found"
+
+
+class Conflict(KvweaveError):
+    code = "conflict"
+    http_status = 409
+    error_type = "conflict_error"
+
+
+class ReuseRefused(Conflict):
+    code = "reuse_refused"
+
+
+class RestoreLimit(Conflict):
+    code = "restore_limit"
+
+
+class PinQuotaExceeded(Conflict):
+    code = "pin_quota_exceeded"
+
+
+class TenantBusy(Conflict):
+    code = "tenant_busy"
+
+
+class Unavailable(KvweaveError):
+    code = "unavailable"
+    http_status = 503
+    error_type = "server_error"
+
+
+class Overloaded(Unavailable):
+    code = "overloaded"
+
+
+class Loading(Unavailable):
+    code = "loading"
+
+
+class Draining(Unavailable):
+    code = "draining"
 
 
 class DocumentError(KvweaveError):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from kvweave.errors import InvalidRequest
 
+KINDS = ("document", "text")
 _LABEL = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
 
 
@@ -15,17 +16,21 @@ _LABEL = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
 class Document:
     """A text whose KV may be reused wherever it stands in a prompt.
 
-    ``title`` becomes the first line of the text. ``id`` is a label for reports; identity is the content.
+    ``title`` becomes the first line of the text. ``id`` is a label for reports; identity is the content. ``kind``:
+    ``document``, or ``text`` for a passage that is named (listed, explained) but never reused out of its place.
     """
 
     text: str
     id: str | None = None
     title: str | None = None
+    kind: str = "document"
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
             raise InvalidRequest(f"Document.text: expected a string, got {type(self.text).__name__}. Pass its text.")
         check_text(self.content, "Document.text")
+        if self.kind not in KINDS:
+            raise InvalidRequest(f"Document.kind {self.kind!r} is unknown. Use {' or '.join(KINDS)}.")
         if self.id is not None and not _LABEL.fullmatch(self.id):
             raise InvalidRequest(
                 f"Document id {self.id!r} is not a label. Use 1 to 128 of the characters A-Z a-z 0-9 . _ : @ -"

@@ -82,6 +82,14 @@ class ReuseReport:
     """Of a chunk hit, but computed again."""
     prefilled_tokens: int = 0
     """New text, misses and the question: computed in all layers."""
+    repos_tokens: int = 0
+    """Reused exactly, at a position that a ``reposition`` operation changed."""
+    drop_skipped_tokens: int = 0
+    """Matched, but dropped at the end of the prompt: neither read nor computed."""
+    restored_tokens: int = 0
+    """Of the prefilled ones: history that had been known and was computed again."""
+    cache_write_tokens: int = 0
+    """Of the prefilled ones: entered the prefix tree."""
     fallback_reason: str | None = None
     ratio: float | None = None
     """Requested recompute ratio; ``budget`` is what was really computed."""
@@ -103,7 +111,10 @@ class ReuseReport:
         return self.cached_tokens
 
     def check(self) -> None:
-        parts = self.cached_tokens + self.fused_tokens + self.recomputed_tokens + self.prefilled_tokens
+        reused = self.cached_tokens + self.repos_tokens + self.fused_tokens + self.drop_skipped_tokens
+        parts = reused + self.recomputed_tokens + self.prefilled_tokens
+        if max(self.restored_tokens, self.cache_write_tokens) > self.prefilled_tokens:
+            raise IntegrityError(f"more tokens restored or written than computed: {self}")
         if parts != self.prompt_tokens or self.prefilled_tokens < 1:
             raise IntegrityError(f"token classes do not add up: {self}")
 
@@ -137,6 +148,10 @@ class Output:
     reuse: ReuseReport
     prompt_token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """One per prompt token, if asked for; None for the first, and for tokens whose KV was reused."""
+    index: int = 0
+    """Which of a request's samples this is."""
 
 
 @dataclass(frozen=True)
@@ -146,3 +161,6 @@ class Delta:
     text: str
     token_id: int | None
     output: Output | None = None
+    index: int = 0
+    """Of the request's samples."""
+    logprob: TokenLogprob | None = None

@@ -1,0 +1,1 @@
+"""For clients of a kvweave server; needs nothing but the standard library."""
