@@ -13,7 +13,8 @@ from kvweave.core.keys import ModelFingerprint
 from kvweave.core.prompt import Document, TokenPrompt, TokenSpan
 from kvweave.core.report import ReuseReport
 from kvweave.core.sampling import SamplingParams
-from kvweave.engine.engine import Engine, EngineParts
+from kvweave.engine.engine import Engine
+from kvweave.engine.parts import EngineParts
 from kvweave.engine.precompute import precompute
 from kvweave.engine.sequence import Request
 from kvweave.engine.sequence import Sequence as Running
@@ -31,6 +32,8 @@ CHUNKING = Chunking(size=32, min_tokens=8)
 
 class NoText:
     """A decoder for models without a tokenizer."""
+
+    def __init__(self, skip_special_tokens: bool = True) -> None: ...
 
     def push(self, token_id: int) -> str:
         return ""
@@ -62,6 +65,8 @@ class Lab:
     min_reuse_tokens: int = 0
     chunking: Chunking = CHUNKING
     tenant: str = "t"
+    max_sequences: int = 256
+    swap_bytes: int = 2**30
     cache_bytes: int = 2**30
     anchors: tuple[tuple[int, ...], ...] = ((BOS,),)
     engine: Engine = field(init=False)
@@ -83,6 +88,8 @@ class Lab:
                 prefill_rows=self.prefill_rows,
                 max_step_rows=self.max_step_rows,
                 min_reuse_tokens=self.min_reuse_tokens,
+                max_sequences=self.max_sequences,
+                swap_bytes=self.swap_bytes,
             )
         )
 
@@ -118,7 +125,7 @@ class Lab:
         )
 
     def forget_prefixes(self) -> None:
-        self.engine.tree.clear_all()
+        self.engine.tree.clear()
         self.engine.check_integrity()
 
     def native(self, prompt: TokenPrompt) -> Tensor:

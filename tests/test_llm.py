@@ -119,9 +119,9 @@ def test_a_dropped_stream_frees_its_slots(llm: LLM) -> None:
     free = llm.engine.allocator.num_free
     stream = llm.stream("word1 word2", SamplingParams(max_tokens=50), reuse="off")
     next(stream)
-    assert llm.engine.allocator.num_free < free
     stream.close()  # type: ignore[attr-defined]
-    assert llm.engine.allocator.num_free == free
+    assert llm.loop.call(lambda engine: engine.allocator.num_free) == free
+    assert llm.engine.scheduler.idle
 
 
 def test_a_stream_that_is_never_read_holds_nothing(llm: LLM) -> None:
@@ -134,18 +134,18 @@ def test_a_stream_that_is_never_read_holds_nothing(llm: LLM) -> None:
 
 
 def test_a_failing_batch_ends_every_request_in_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for ever: the stream whose batch was killed by another caller's Ctrl-C learns of it."""
-    stream = llm.stream("word1 word2", SamplingParams(max_tokens=50), reuse="off")
+    """Nobody waits for ever: whoever was in a batch that failed learns of it, and the engine goes on."""
+    stream = llm.stream("word1 word2", SamplingParams(max_tokens=300), reuse="off")
     next(stream)
 
-    def interrupted(plans: Any) -> Any:
-        raise KeyboardInterrupt
+    def fails(plans: Any) -> Any:
+        raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.executor, "run", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        patch.setattr(llm.engine.executor, "run", fails)
+        with pytest.raises(RequestAborted, match="MemoryError"):
             llm.generate("word3", SamplingParams(max_tokens=3), reuse="off")
-    with pytest.raises(RequestAborted, match="KeyboardInterrupt"):
+    with pytest.raises(RequestAborted, match="MemoryError"):
         list(stream)
     assert llm.generate("word3", SamplingParams(max_tokens=3), reuse="off").token_ids
 

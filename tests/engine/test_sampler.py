@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from kvweave.core.sampling import SamplingParams
 from kvweave.engine.sampler import Sampler
-from kvweave.engine.scheduler import Scheduler
 from kvweave.engine.text_stream import TextStream
 from kvweave.errors import InvalidOption
 
@@ -100,44 +99,3 @@ def test_stream_ends_in_front_of_the_first_stop_string(pieces: list[str], stops:
     if not stream.stopped:
         assert shown == full
         assert not any(s in full for s in stops)
-
-
-class Job:
-    def __init__(self, rows: int, ready: bool = True) -> None:
-        self.pending_rows = rows
-        self.ready = ready
-
-
-def test_what_waits_for_loads_stays_out_while_others_run() -> None:
-    scheduler: Scheduler[Job] = Scheduler(10)
-    jobs = [Job(5, ready=False), Job(1), Job(6)]
-    for job in jobs:
-        scheduler.add(job)
-    scheduler.admit(lambda job: True)
-    assert scheduler.schedule() == [jobs[1], jobs[2]]
-    for job in jobs[1:]:
-        scheduler.remove(job)
-    assert scheduler.schedule() == [jobs[0]]  # nothing else to do: the step itself waits
-
-
-def test_decodes_always_join_and_one_prefill_always_runs() -> None:
-    scheduler: Scheduler[Job] = Scheduler(10)
-    jobs = [Job(50), Job(1), Job(8), Job(1)]
-    for job in jobs:
-        scheduler.add(job)
-    scheduler.admit(lambda job: True)
-    assert scheduler.schedule() == [jobs[1], jobs[3], jobs[0]]  # a prefill as large as the step isn't overtaken
-    scheduler.remove(jobs[1])
-    scheduler.remove(jobs[2])
-    scheduler.remove(jobs[3])
-    assert scheduler.schedule() == [jobs[0]]
-
-
-def test_nobody_is_overtaken_while_waiting() -> None:
-    scheduler: Scheduler[Job] = Scheduler(10)
-    jobs = [Job(9), Job(1)]
-    for job in jobs:
-        scheduler.add(job)
-    scheduler.admit(lambda job: job.pending_rows == 1)
-    assert not scheduler.running
-    assert list(scheduler.waiting) == jobs

@@ -193,7 +193,7 @@ def test_a_late_medium_costs_the_deadline_and_no_more() -> None:
     documents, prompt = standard()
     medium = FaultyBlobs(MemoryBlobs())
     lab = filled(medium, documents)
-    lab.engine.parts = replace(lab.engine.parts, load_timeout=0.2)
+    lab.engine.reconfigure(load_timeout=0.2)
     medium.choose = in_read(HEADERS, 30.0, and_after=True)
     result = lab.run(prompt, "epic:k=4", keep=2)
     assert (result.report.ran, result.report.fallback_reason) == ("exact", "load_timeout")
@@ -236,7 +236,7 @@ def test_a_record_read_in_full_moves_up_and_one_read_in_part_follows() -> None:
 def test_the_controller_raises_the_ratio_and_declines_what_loses() -> None:
     documents, prompt = standard()
     lab = filled(MemoryBlobs(), documents)
-    lab.engine.parts = replace(lab.engine.parts, controller="auto")
+    lab.engine.reconfigure(controller="auto")
     assert lab.run(prompt, "epic:ratio=0.2").report.controller is None, "nothing was measured yet"
     ratios = []
     for rate in (1e12, 1.2e6, 1e3):
@@ -296,7 +296,7 @@ def test_a_lossy_codec_is_never_exact_and_the_same_in_every_tier(codec: str) -> 
     options = TierOptions(codec=codec)  # type: ignore[arg-type]
     near, far = TieredLab(medium=medium, host=2**30, options=options), TieredLab(medium=medium, options=options)
     for lab in (near, far):
-        lab.engine.parts = replace(lab.engine.parts, chunks=replace(lab.engine.parts.chunks, lossy=True))
+        lab.engine.reconfigure(chunks=replace(lab.engine.parts.chunks, lossy=True))
     near.precompute(*documents)
     near.store.flush(10)
     a, b = near.run(prompt, "naive"), far.run(prompt, "naive")
@@ -354,7 +354,7 @@ def test_a_small_staging_area_starves_nobody_and_a_stuck_read_costs_its_deadline
     for staging, stuck in ((1, 0.0), (2**29, 3.0)):
         medium = FaultyBlobs(MemoryBlobs())
         lab = filled(medium, documents, options=TierOptions(staging=staging), slots=1500)
-        lab.engine.parts = replace(lab.engine.parts, load_timeout=0.2)
+        lab.engine.reconfigure(load_timeout=0.2)
         long = lab.add(prompt_of([BOS, 5]), "full", max_tokens=400)
         lab.engine.step()
         late = lab.add(prompt, "epic:k=4", max_tokens=1)
@@ -399,7 +399,7 @@ def test_one_request_in_twenty_tries_a_tier_that_was_declined() -> None:
     """Or a tier that was slow once would never be measured again."""
     documents, prompt = standard()
     lab = filled(MemoryBlobs(), documents)
-    lab.engine.parts = replace(lab.engine.parts, controller="auto")
+    lab.engine.reconfigure(controller="auto")
     lab.engine.profile.costs = lambda: Costs(lambda rows, keys: 1e-3 * rows, {"memory": 1e3})  # type: ignore[method-assign]
     ran = []
     for _ in range(20):

@@ -82,7 +82,8 @@ class FixedReader:
     load_seconds: float = 0.0
     jobs: int = 0
 
-    def ready(self, layer: int) -> bool:
+    @property
+    def arrived(self) -> bool:
         return True
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:

@@ -45,8 +45,9 @@ class LayerReader(Protocol):
         """Reads that may run at the same time; 0 where nothing is read."""
         ...
 
-    def ready(self, layer: int) -> bool:
-        """True if ``layer`` wouldn't wait (it may still raise)."""
+    @property
+    def arrived(self) -> bool:
+        """True if no layer would wait for what is on its way (it may still raise)."""
         ...
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:

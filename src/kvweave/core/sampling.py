@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvweave.errors import InvalidOption
+
+
+class Constraint(Protocol):
+    """What an answer must look like, token by token."""
+
+    @property
+    def finished(self) -> bool:
+        """True if nothing may follow."""
+        ...
+
+    def allowed(self) -> Sequence[int]:
+        """Token ids that may come next."""
+        ...
+
+    def accept(self, token: int) -> None: ...
+
+
+ConstraintFactory = Callable[[], Constraint]
 
 
 @dataclass(frozen=True)
@@ -25,6 +45,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

@@ -10,7 +10,8 @@ from kvweave.core.plan import Load
 from kvweave.core.report import ReuseReport
 from kvweave.core.spec import KVLayout
 from kvweave.engine.profile import Profile
-from kvweave.engine.sequence import Sequence
+from kvweave.engine.sequence import Sequence, TokenClasses
+from kvweave.errors import IntegrityError
 
 
 @dataclass
@@ -26,6 +27,10 @@ class Counters:
     lost_loads: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(tier, reason): loads that failed, whose chunks were computed instead."""
     precomputed_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    wasted: Counter[str] = field(default_factory=Counter)
+    """Rows computed for nothing, by cause: preemption, abandoned_load, or the reason of a fallback half-way."""
 
     def count(self, report: ReuseReport) -> None:
         self.tokens["exact"] += report.cached_tokens
@@ -37,40 +42,61 @@ class Counters:
             self.fallbacks[report.technique, report.fallback_reason] += 1
 
 
+def classify(sequence: Sequence, published: int) -> TokenClasses:
+    """How the prompt of a sequence whose prefill is done was come by."""
+    request = sequence.looked_up.plan_request
+    return TokenClasses(
+        cached=request.num_cached,
+        reusable=request.candidates.numel(),
+        recomputed=sequence.recomputed,
+        charged=sequence.charged,
+        published=published,
+    )
+
+
 def make_report(sequence: Sequence, layers: int) -> ReuseReport:
     """The report of a request that is done; raises ``IntegrityError`` if its token classes don't add up."""
-    lookup = sequence.looked_up
-    request = lookup.plan_request
-    reusable = request.candidates.numel()
-    times = sequence.times
+    lookup, classes = sequence.looked_up, sequence.classes
+    if classes is None:
+        raise IntegrityError("a request is done whose prefill isn't")
     report = ReuseReport(
         asked=sequence.request.asked,
         ran=lookup.ran,
         technique=sequence.request.technique.name,
         prompt_tokens=sequence.num_prompt,
-        cached_tokens=request.num_cached,
-        fused_tokens=reusable - sequence.recomputed,
-        recomputed_tokens=sequence.recomputed,
-        prefilled_tokens=sequence.num_prompt - request.num_cached - reusable,
+        cached_tokens=classes.cached,
+        fused_tokens=classes.reusable - classes.recomputed,
+        recomputed_tokens=classes.recomputed,
+        prefilled_tokens=sequence.num_prompt - classes.cached - classes.reusable,
+        cache_write_tokens=classes.published,
         fallback_reason=lookup.fallback_reason,
-        ratio=getattr(lookup.technique if request.hits else sequence.request.technique, "ratio", None),
-        budget=sequence.charged / (layers * reusable) if reusable else 0.0,
+        ratio=getattr(lookup.technique if classes.reusable else sequence.request.technique, "ratio", None),
+        budget=classes.charged / (layers * classes.reusable) if classes.reusable else 0.0,
         segments=lookup.segments,
         deviations=tuple(sequence.deviations),
         loads=sequence.tier_loads(),
         controller=lookup.decision,
-        timings={
-            "queue_ms": times["queue_ms"],
-            "lookup_ms": times["lookup_ms"] - times["queue_ms"],
-            "load_wait_ms": sequence.load_wait * 1e3,
-            "prefill_ms": times["prefill_ms"] - times["lookup_ms"],
-            "ttft_ms": times.get("ttft_ms", times["prefill_ms"]),
-            "decode_ms": times["total_ms"] - times.get("ttft_ms", times["total_ms"]),
-            "total_ms": times["total_ms"],
-        },
+        timings=_timings(sequence),
     )
     report.check()
     return report
+
+
+def _timings(sequence: Sequence) -> dict[str, float]:
+    times = sequence.times
+    decode = times["total_ms"] - times.get("ttft_ms", times["total_ms"])
+    produced = len(sequence.output_ids) - 1  # the first token comes with the prefill
+    return {
+        "queue_ms": times["queue_ms"],
+        "lookup_ms": times["lookup_ms"] - times["queue_ms"],
+        "load_ms": sum(load.load_ms for load in sequence.tier_loads().values()),
+        "load_wait_ms": sequence.load_wait * 1e3,
+        "prefill_ms": times["prefill_ms"] - times["lookup_ms"],
+        "ttft_ms": times.get("ttft_ms", times["prefill_ms"]),
+        "decode_ms": decode,
+        "total_ms": times["total_ms"],
+        "tokens_per_second": 1e3 * produced / decode if produced > 0 and decode > 0 else 0.0,
+    }
 
 
 def note_loads(loads: Many[Load], profile: Profile, layout: KVLayout, threads: int, *, at_least: float = 0.0) -> None:

@@ -10,7 +10,8 @@ import torch
 
 from kvweave.config import EngineConfig, parse_size
 from kvweave.core.keys import ModelFingerprint
-from kvweave.engine.engine import Engine, EngineParts
+from kvweave.engine.engine import Engine
+from kvweave.engine.parts import EngineParts
 from kvweave.engine.profile import Profile, calibrate
 from kvweave.engine.self_check import SelfCheck, self_check
 from kvweave.engine.text_stream import TextDecoder
@@ -25,6 +26,7 @@ from kvweave.models.tokenizer import IncrementalDecoder, Tokenizer
 from kvweave.store.compose import open_store
 
 _POOL_SHARE = 0.25  # of free memory, for kv_pool="auto"
+_LOOKUP_SLACK = 1.0  # seconds behind the tiers' own deadline: for the look at a tenant's epoch, and for threads to wake
 _POOL_CONTEXTS = 4  # but no more than so many full contexts
 
 
@@ -57,8 +59,8 @@ def build_engine(directory: Path, config: EngineConfig) -> Built:
     pool = _make_pool(adapter, config, context_length)
     store = open_store(parse_size(config.chunk_cache, "chunk_cache"), config.tiers, adapter.layout)
 
-    def make_decoder() -> TextDecoder:
-        return IncrementalDecoder(tokenizer)
+    def make_decoder(skip_special_tokens: bool) -> TextDecoder:
+        return IncrementalDecoder(tokenizer, skip_special_tokens)
 
     parts = EngineParts(
         adapter=adapter,
@@ -71,6 +73,9 @@ def build_engine(directory: Path, config: EngineConfig) -> Built:
         prefill_rows=pick_prefill_rows(config.prefill_rows, attention, device),
         max_step_rows=config.max_step_rows,
         min_reuse_tokens=config.min_reuse_tokens,
+        max_sequences=config.max_num_seqs,
+        swap_bytes=parse_size(config.swap_space, "swap_space"),
+        lookup_timeout=config.tiers.lookup_timeout + _LOOKUP_SLACK,
         controller=None if config.controller == "off" else config.controller,  # type: ignore[arg-type]
         load_timeout=config.tiers.load_timeout,
     )

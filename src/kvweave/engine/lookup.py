@@ -10,7 +10,7 @@ import torch
 from kvweave.core.plan import KVSource, LayerReader
 from kvweave.core.spec import KVLayout
 from kvweave.engine.sequence import Lookup, Sequence
-from kvweave.index.chunks import Found, FoundChunk
+from kvweave.index.chunks import FoundChunk
 from kvweave.reuse.base import ChunkHit, PlanRequest
 from kvweave.reuse.prefix import Prefix
 
@@ -18,7 +18,6 @@ from kvweave.reuse.prefix import Prefix
 def find_reuse(
     sequence: Sequence,
     resident: int,
-    found: Found | None,
     *,
     layout: KVLayout,
     max_rows: int,
@@ -29,7 +28,8 @@ def find_reuse(
     A chunk is exact if its anchor is the whole text in front of it and nothing in front of it is fused. Everything
     else is a fused hit. Fewer than ``min_reuse_tokens`` of those aren't worth an approximation.
     """
-    technique, prompt = sequence.request.technique, sequence.request.prompt
+    technique, prompt, found = sequence.request.technique, sequence.request.prompt, sequence.found
+    asked_why = sequence.request.fallback_reason
     request = PlanRequest(
         token_ids=torch.tensor(prompt.token_ids, dtype=torch.int64),
         slots=sequence.slots[: sequence.num_prompt],
@@ -38,13 +38,15 @@ def find_reuse(
         resident=resident,
         num_logits=max(1, sequence.request.keep_logits),
     )
-    if technique.reuse == "off" or found is None:
-        return Lookup(request, "off", technique, None, ())
+    if technique.reuse == "off":
+        return Lookup(request, "off", technique, asked_why, ())
+    if found is None:  # the caches had their time
+        return Lookup(request, "exact", Prefix(), "load_timeout", ())
     segments = found.segments
     exact, fused = _classify(found.chunks, resident, sequence.num_prompt - request.num_logits)
     request = dataclasses.replace(request, exact_hits=exact)
     if technique.reuse == "exact":
-        return Lookup(request, "exact", technique, None, segments)
+        return Lookup(request, "exact", technique, asked_why, segments)
     if not fused:
         reason = None if found.chunks else "no_chunk_hit"
         return Lookup(request, "exact", Prefix(), reason, segments)

@@ -1,18 +1,27 @@
-"""Chunks are computed alone, behind their anchor, so that one content has one record whoever asks first."""
+"""Chunks are computed alone, behind their anchor, so that one content has one record whoever asks first.
+
+Computing them is a request like any other, whose technique saves what it computes: it shares steps with those that run.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvweave.core.plan import RequestPlan, Save, View, split
+from kvweave.core.plan import RequestPlan, Save
+from kvweave.core.prompt import TokenPrompt, TokenSpan
+from kvweave.core.sampling import SamplingParams
 from kvweave.core.spec import KVLayout
 from kvweave.engine.engine import Engine
-from kvweave.errors import ContextLengthExceeded, PromptExceedsPool
+from kvweave.engine.sequence import Request
+from kvweave.engine.sequence import Sequence as Running
+from kvweave.errors import IntegrityError
 from kvweave.index.chunks import Piece
+from kvweave.reuse.base import PlanRequest, Reuse, static_plan
 from kvweave.store.base import ChunkRecord
 
 
@@ -30,64 +39,66 @@ class RecordSink:
         self.values[layer][:, rows] = values
 
 
-def precompute(engine: Engine, token_ids: Sequence[int], anchor_ids: Sequence[int]) -> int:
+@dataclass(frozen=True)
+class Recording:
+    """A full prefill whose KV from token ``start`` on goes to ``sinks``, one behind the other. No technique users name."""
+
+    start: int
+    sinks: tuple[RecordSink, ...]
+    name: ClassVar[str] = "recording"
+    reuse: ClassVar[Reuse] = "off"
+
+    def plan(self, request: PlanRequest) -> Iterator[RequestPlan]:
+        saves, at = [], self.start
+        for sink in self.sinks:
+            stop = at + sink.keys[0].shape[1]
+            saves.append(Save(at, stop, sink))
+            at = stop
+        yield replace(static_plan(request, request.candidates), saves=tuple(saves))
+
+
+def precompute(
+    engine: Engine,
+    token_ids: Sequence[int],
+    anchor_ids: Sequence[int],
+    *,
+    tenant: str | None = None,
+    salt: str = "",
+    run: Callable[[list[Request]], list[Running]] | None = None,
+) -> int:
     """Compute and store the chunks of one document that are missing; returns the tokens that were computed.
 
     Pieces that share an anchor are computed in one prefill. Nothing is stored unless all layers were computed. A chunk that
-    only some tiers hold isn't computed again but copied to the others.
+    only some tiers hold isn't computed again but copied to the others. ``run`` runs a request (default: here and now, on
+    the engine itself); everything else may wait for slow tiers, and so belongs on another thread than the engine's.
     """
     engine.check_open()
-    pieces = engine.parts.chunks.pieces(token_ids, anchor_ids)
-    store = engine.parts.chunks.store
-    missing = [p for p in pieces if not store.keep(p.identity, wait=True)]
+    chunks = engine.parts.chunks
+    pieces = chunks.pieces(token_ids, anchor_ids, chunks.scope(tenant, salt))
+    missing = [p for p in pieces if not chunks.store.keep(p.identity, wait=True)]
     if not missing:
         return 0
-    if not engine.parts.chunks.chunking.isolated_pieces:
-        return _prefill(engine, list(anchor_ids), pieces)
-    return sum(_prefill(engine, list(anchor_ids), [p]) for p in missing)
+    groups = [[p] for p in missing] if chunks.chunking.isolated_pieces else [pieces]
+    return sum(_prefill(engine, list(anchor_ids), group, tenant, run) for group in groups)
 
 
-def _prefill(engine: Engine, anchor: list[int], pieces: list[Piece]) -> int:
-    parts = engine.parts
+def _prefill(
+    engine: Engine,
+    anchor: list[int],
+    pieces: list[Piece],
+    tenant: str | None,
+    run: Callable[[list[Request]], list[Running]] | None,
+) -> int:
     ids = anchor + [t for p in pieces for t in p.token_ids]
-    if len(ids) > parts.context_length:
-        raise ContextLengthExceeded(
-            f"A document has {len(ids) - len(anchor):,} tokens, the limit is {parts.context_length - len(anchor):,}. "
-            "Cut it into several documents."
-        )
-    if len(ids) > parts.pool.num_slots:
-        raise PromptExceedsPool(
-            f"A document needs {len(ids):,} slots, the KV pool has {parts.pool.num_slots:,}. "
-            "Use a larger kv_pool, or cut it into several documents."
-        )
-    while (slots := engine.reserve(len(ids))) is None:
-        engine.step()  # running requests hold too many: let them finish
-    start = time.perf_counter()
-    try:
-        sinks = [RecordSink(parts.pool.layout, len(p.token_ids)) for p in pieces]
-        for block in split(_plan(torch.tensor(ids), slots, len(anchor), pieces, sinks), parts.prefill_rows):
-            engine.executor.run([block])
-    finally:
-        engine.allocator.release(slots)
-    per_token = (time.perf_counter() - start) * 1e3 / len(ids)
+    sinks = tuple(RecordSink(engine.parts.pool.layout, len(p.token_ids)) for p in pieces)
+    prompt = TokenPrompt((TokenSpan(tuple(ids)),))
+    recording = Recording(len(anchor), sinks)
+    request = Request(prompt, SamplingParams(max_tokens=0), recording, "off", tenant=tenant, internal=True)
+    done = engine.run([engine.add(request)]) if run is None else [s.output for s in run([request])]
+    if done[0] is None:
+        raise IntegrityError("a prefill is done without a report")
+    per_token = done[0].reuse.timings["prefill_ms"] / len(ids)
     for piece, sink in zip(pieces, sinks, strict=True):
         record = ChunkRecord(piece.identity, sink.keys, sink.values, prefill_ms=per_token * len(piece.token_ids))
-        parts.chunks.store.put(record, wait=True)
-    engine.counters.precomputed_tokens += len(ids) - len(anchor)
+        engine.parts.chunks.store.put(record, wait=True)
     return len(ids) - len(anchor)
-
-
-def _plan(ids: Tensor, slots: Tensor, anchor: int, pieces: list[Piece], sinks: list[RecordSink]) -> RequestPlan:
-    n = ids.numel()
-    saves, at = [], anchor
-    for piece, sink in zip(pieces, sinks, strict=True):
-        saves.append(Save(at, at + len(piece.token_ids), sink))
-        at += len(piece.token_ids)
-    return RequestPlan(
-        token_ids=ids,
-        positions=torch.arange(n),
-        slots=slots,
-        views=(View(0, n, slots, torch.arange(1, n + 1)),),
-        logits=torch.empty(0, dtype=torch.int64),
-        saves=tuple(saves),
-    )

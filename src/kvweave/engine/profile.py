@@ -118,7 +118,7 @@ def calibrate(engine: Engine, profile: Profile) -> None:
     parts = engine.parts
     for size in _CALIBRATION:
         n = min(size, parts.context_length, parts.pool.num_slots // 2, parts.max_step_rows)
-        slots = engine.reserve(n)
+        slots = engine.admission.reserve(n)
         if slots is None:
             return
         try:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from kvweave.core.report import TokenLogprob
-from kvweave.core.sampling import SamplingParams
+from kvweave.core.sampling import Constraint, SamplingParams
 
 
 class Sampler:
     """Chooses one request's tokens; a seed makes the sequence of choices reproducible."""
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int] = (),
+        eos_ids: frozenset[int] = frozenset(),
+        constraint: Constraint | None = None,
+    ) -> None:
         self.params = params
         self._generator = torch.Generator()
         if params.seed is not None:
@@ -49,3 +57,18 @@ class Sampler:
         logprobs = logits.log_softmax(-1)
         values, ids = logprobs.topk(n)
         return TokenLogprob(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+
+    @property
+    def finished(self) -> bool:
+        """True if a constraint allows nothing more."""
+        return False
+
+
+def prompt_logprobs(logits: Tensor, next_ids: Tensor, top: int) -> list[TokenLogprob]:
+    """``logits`` [k, vocabulary] of rows whose next tokens are ``next_ids`` [k]."""
+    logprobs = logits.float().log_softmax(-1)
+    found = []
+    for row, token in zip(logprobs, next_ids.tolist(), strict=True):
+        values, ids = row.topk(top)
+        found.append(TokenLogprob(token, float(row[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True))))
+    return found

@@ -14,9 +14,10 @@ from torch import Tensor
 from kvweave.core.plan import Load, RequestPlan, View
 from kvweave.core.prompt import TokenPrompt
 from kvweave.core.report import ControllerDecision, Delta, Deviation, Output, SegmentReport, TierLoad, TokenLogprob
-from kvweave.core.sampling import SamplingParams
+from kvweave.core.sampling import ConstraintFactory, SamplingParams
 from kvweave.engine.executor import PlanResult
 from kvweave.engine.sampler import Sampler
+from kvweave.engine.swap import Swapped
 from kvweave.engine.text_stream import TextStream
 from kvweave.errors import IntegrityError
 from kvweave.index.chunks import Found
@@ -34,6 +35,22 @@ class Request:
     anchors: tuple[tuple[int, ...], ...] = ((),)
     keep_logits: int = 0
     """Logits of so many of the last prompt tokens are kept on the sequence, for evaluation."""
+    tenant: str | None = None
+    """Whose KV is found and published; None: the chunk index's own tenant."""
+    salt: str = ""
+    """Narrows the tenant's namespace."""
+    samples: int = 1
+    """Answers to one prompt, which is computed once."""
+    prompt_logprobs: int | None = None
+    """Log probabilities of the prompt's computed tokens, with so many of the most likely ones beside each."""
+    publish: bool = True
+    """False: nothing of it enters the prefix tree."""
+    fallback_reason: str | None = None
+    """Why it runs exact although something else was asked."""
+    constraint: ConstraintFactory | None = None
+    """What the answer must look like."""
+    internal: bool = False
+    """Asked for by kvweave itself, to fill a cache: not counted among requests."""
 
 
 @dataclass
@@ -59,18 +76,39 @@ class Lookup:
         )
 
 
+@dataclass(frozen=True)
+class TokenClasses:
+    """How a prompt's tokens were come by, told when its prefill is done: what a later preemption repeats isn't usage."""
+
+    cached: int
+    reusable: int
+    """Of fused chunks."""
+    recomputed: int
+    """Of those."""
+    charged: int
+    """Row-layers charged to the recompute budget."""
+    published: int
+    """Computed, and then put into the prefix tree."""
+
+
 @dataclass(eq=False)
 class Sequence:
-    """State of a request in the engine. ``slots`` [T + answer] in order; those of the resident prefix are shared."""
+    """State of one sample of a request. ``slots`` in order; those of the resident prefix are shared."""
 
     request: Request
     stream: TextStream
     max_new: int
-    sampler: Sampler = field(init=False)
+    sampler: Sampler
+    index: int = 0
+    """Which sample of the request it is."""
     arrived: float = field(default_factory=time.perf_counter)
     slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     looking: Future[Found] | None = None
     """The lookup in the caches, on a thread of its own where tiers may be slow."""
+    looked_since: float = 0.0
+    """When it began (monotonic)."""
+    gave_up: bool = False
+    """The caches didn't answer in time: it runs without them."""
     lookup: Lookup | None = None
     plans: Iterator[RequestPlan] = field(default_factory=lambda: iter(()))
     pending: deque[RequestPlan] = field(default_factory=deque)
@@ -84,18 +122,29 @@ class Sequence:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logits: list[Tensor] = field(default_factory=list)
     """Blocks [k, vocabulary]; together the last ``keep_logits`` prompt tokens."""
+    prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    """By order in the prompt."""
     charged: int = 0
     recomputed: int = 0
+    computed: int = 0
+    """Rows computed since it started."""
+    classes: TokenClasses | None = None
+    """Set when the prefill is done for the first time."""
+    swapped: Swapped | None = None
+    """Its KV, while it is preempted."""
+    preemptions: int = 0
     deviations: list[Deviation] = field(default_factory=list)
     times: dict[str, float] = field(default_factory=dict)
     deltas: deque[Delta] = field(default_factory=deque)
-    """Produced and not yet fetched; the last one has the output."""
+    """Produced and not yet fetched, of all samples; the last one of each has its output."""
+    samples: list[Sequence] = field(default_factory=list)
+    """All samples of its request that have started, itself among them."""
     output: Output | None = None
     failure: Exception | None = None
     """Why there will be no output: its own error, or ``RequestAborted``."""
 
     def __post_init__(self) -> None:
-        self.sampler = Sampler(self.request.params)
+        self.samples.append(self)
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -106,9 +155,28 @@ class Sequence:
         return len(self.prompt_ids)
 
     @property
-    def num_slots(self) -> int:
+    def num_written(self) -> int:
+        """Tokens that have KV once the prefill is done: the last one sampled has none yet."""
+        return self.num_prompt + max(0, len(self.output_ids) - 1)
+
+    @property
+    def most_slots(self) -> int:
         """Slots of the prompt and its longest answer."""
         return slots_needed(self.num_prompt, self.max_new)
+
+    @property
+    def tenant(self) -> str:
+        return self.request.tenant or ""
+
+    @property
+    def places(self) -> int:
+        """Sequences it is, or will be once its samples part."""
+        return self.request.samples if self.classes is None else 1
+
+    @property
+    def finished(self) -> bool:
+        """True if all samples have their output."""
+        return len(self.samples) == self.request.samples and all(s.output is not None for s in self.samples)
 
     @property
     def pending_rows(self) -> int:
@@ -116,9 +184,12 @@ class Sequence:
 
     @property
     def ready(self) -> bool:
-        """True unless the loads of the next plan still have to arrive at the first layer that wants them."""
+        """True unless loads of the next plan are still on their way: who waits for them would hold up all others in a step.
+
+        Alone it doesn't wait until all are there: then each layer waits for its own.
+        """
         loads = self.pending[0].loads if self.pending else ()
-        return all(load.reader is None or load.reader.ready(load.first_layer) for load in loads)
+        return all(load.reader is None or load.reader.arrived for load in loads)
 
     @property
     def looked_up(self) -> Lookup:
@@ -130,7 +201,9 @@ class Sequence:
     @property
     def found(self) -> Found | None:
         """What the lookup found; None while it isn't done. Raises what it raised."""
-        return self.looking.result() if self.looking is not None and self.looking.done() else None
+        if self.gave_up or self.looking is None or not self.looking.done():
+            return None
+        return self.looking.result()
 
     def tier_loads(self) -> dict[str, TierLoad]:
         """What each tier delivered, for the report."""
@@ -160,19 +233,22 @@ class Sequence:
 
     def next_plan(self) -> RequestPlan:
         """The plan of the next step: the next block of the prefill, or one decoded token."""
-        return self.pending[0] if self.pending else self._decode_plan()
+        return self.pending[0] if self.pending else self.append_plan([self.output_ids[-1]], self.num_written)
 
-    def _decode_plan(self) -> RequestPlan:
-        order = self.num_prompt + len(self.output_ids) - 1
+    def append_plan(self, token_ids: list[int], order: int) -> RequestPlan:
+        """Tokens behind those in front of ``order``, each of which sees everything up to itself."""
+        orders = torch.arange(order, order + len(token_ids))
+        stop = order + len(token_ids)
         return RequestPlan(
-            token_ids=torch.tensor([self.output_ids[-1]]),
-            positions=torch.tensor([order]),
-            slots=self.slots[order : order + 1],
-            views=(View(0, 1, self.slots[: order + 1], torch.tensor([order + 1])),),
-            logits=torch.tensor([0]),
+            token_ids=torch.tensor(token_ids),
+            positions=orders,
+            slots=self.slots[order:stop],
+            views=(View(0, len(token_ids), self.slots[:stop], orders + 1),),
+            logits=torch.tensor([len(token_ids) - 1]),
         )
 
     def count(self, result: PlanResult) -> None:
+        self.computed += result.rows_per_layer[0] if result.rows_per_layer else 0
         self.charged += result.charged
         self.recomputed += result.recomputed
         self.deviations += result.deviations
@@ -182,8 +258,17 @@ class Sequence:
         """The work so far was for nothing (a restart)."""
         self.charged = self.recomputed = 0
         self.prompt_logits.clear()
+        self.prompt_logprobs.clear()
         self.deviations.clear()
         self.pending.clear()
+
+    def start_over(self) -> None:
+        """Back to where it was when it came, except for what it has answered."""
+        self.lookup = self.looking = None
+        self.gave_up = False
+        self.plans = iter(())
+        self.computed = 0
+        self.forget_counts()
 
     def note(self, name: str) -> None:
         """Milliseconds since arrival at which something happened; the first time counts."""

@@ -90,7 +90,7 @@ class Found:
 
 @dataclass(frozen=True)
 class ChunkIndex:
-    """Content-addressed lookup for one model and tenant over a store.
+    """Content-addressed lookup for one model over a store. ``tenant`` is whose chunks are meant where nobody says.
 
     ``lossy``: the store's codec changes numbers, so no chunk is ever exact.
     """
@@ -101,9 +101,9 @@ class ChunkIndex:
     chunking: Chunking = field(default_factory=Chunking)
     lossy: bool = False
 
-    def scope(self) -> Scope:
-        """The tenant's current scope; may wait for a look at a slow tier."""
-        return self.store.scope(self.tenant)
+    def scope(self, tenant: str | None = None, salt: str = "") -> Scope:
+        """A tenant's current scope; may wait for a look at a slow tier."""
+        return self.store.scope(self.tenant if tenant is None else tenant).narrowed(salt)
 
     def pieces(self, token_ids: Sequence[int], anchor_ids: Sequence[int], scope: Scope | None = None) -> list[Piece]:
         """The chunks of a document behind an anchor."""
@@ -115,18 +115,19 @@ class ChunkIndex:
             out.append(Piece(start, ChunkIdentity.of(ids[start:stop], behind, self.fingerprint, scope)))
         return out
 
-    def lookup(self, prompt: TokenPrompt, anchors: Sequence[tuple[int, ...]]) -> Found:
+    def lookup(self, prompt: TokenPrompt, anchors: Sequence[tuple[int, ...]], scope: Scope | None = None) -> Found:
         """All cached chunks of a prompt in order, from one batched store call, and a report per document.
 
         ``anchors``: what the chunks may have been computed behind; a record of an earlier one is preferred.
         """
-        scope = self.scope()
+        scope = scope or self.scope()
         documents: list[_Placed] = []
         at = 0
         for span in prompt.spans:
             if span.document is not None:
                 label = span.document.id or f"document-{len(documents)}"
-                choices = tuple(zip(*(self.pieces(span.token_ids, a, scope) for a in anchors), strict=True))
+                cut = span.document.kind == "document"
+                choices = tuple(zip(*(self.pieces(span.token_ids, a, scope) for a in anchors), strict=True)) if cut else ()
                 documents.append(_Placed(label, at, at + len(span.token_ids), choices))
             at += len(span.token_ids)
         wanted = {p.identity.key: p.identity for d in documents for choice in d.choices for p in choice}

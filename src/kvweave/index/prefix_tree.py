@@ -99,19 +99,15 @@ class PrefixTree:
                 heapq.heappush(heap, (parent.last_use, id(parent), parent))
         return freed
 
-    def clear(self, scope: str) -> int:
-        """Forget everything of a scope; returns the number of tokens."""
-        root = self._roots.pop(scope, None)
+    def clear(self, scopes: str = "") -> int:
+        """Forget everything of the scopes whose names start so (default: all); returns the number of tokens."""
         count = 0
-        for node in _walk(root) if root is not None else ():
-            self._allocator.release(node.slots)
-            count += len(node.tokens)
+        for scope in [s for s in self._roots if s.startswith(scopes)]:
+            for node in _walk(self._roots.pop(scope)):
+                self._allocator.release(node.slots)
+                count += len(node.tokens)
         self.num_tokens -= count
         return count
-
-    def clear_all(self) -> int:
-        """Forget everything; returns the number of tokens."""
-        return sum(self.clear(scope) for scope in list(self._roots))
 
     def slots_held(self) -> Tensor:
         """All slots of the tree, for integrity checks."""

@@ -33,12 +33,19 @@ class SlotAllocator:
     def num_free(self) -> int:
         return self._free
 
-    def allocate(self, n: int) -> Tensor | None:
-        """``n`` slots with one owner, int64 [n]; None if fewer are free. Best fitting run first, else largest runs."""
+    def allocate(self, n: int, behind: int | None = None) -> Tensor | None:
+        """``n`` slots with one owner, int64 [n]; None if fewer are free.
+
+        Those directly ``behind`` a slot if they are free, so that a context that grows stays one run; else the best fitting
+        run, else the largest runs.
+        """
         if n > self._free:
             return None
         if n == 0:
             return torch.empty(0, dtype=torch.int64)
+        if behind is not None and self._is_free(behind + 1, behind + 1 + n):
+            self._take(behind + 1, behind + 1 + n)
+            return torch.arange(behind + 1, behind + 1 + n)
         fitting = [r for r in self._runs if r[1] - r[0] >= n]
         taken: list[tuple[int, int]] = []
         if fitting:
@@ -93,6 +100,10 @@ class SlotAllocator:
             previous = stop
         if (self._refs < 0).any() or not np.array_equal(free, self._refs == 0) or self._free != int(free.sum()):
             raise IntegrityError("free runs and reference counts disagree")
+
+    def _is_free(self, start: int, stop: int) -> bool:
+        i = bisect.bisect_right(self._runs, (start, self.num_slots + 1)) - 1
+        return i >= 0 and stop <= self._runs[i][1]
 
     def _take(self, start: int, stop: int) -> None:
         i = bisect.bisect_right(self._runs, (start, self.num_slots + 1)) - 1

@@ -126,7 +126,7 @@ def _cut(marked: str, documents: list[Document]) -> list[str | Document]:
 class IncrementalDecoder:
     """Text of a growing list of ids, piece by piece; holds back bytes that don't form a character yet."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._done = 0  # ids whose text has been handed out

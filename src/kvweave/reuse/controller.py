@@ -112,6 +112,16 @@ def decide(
     )
 
 
+def exact_loads_pay(request: PlanRequest, costs: Costs) -> bool:
+    """False if loading exact chunks of measured tiers takes longer than computing their tokens as well."""
+    slow = [hit for hit in request.exact_hits if hit.tier in costs.bandwidth]
+    layers, total = request.layout.num_layers, request.num_tokens
+    arriving = sum(hit.length * request.layout.bytes_per_token / costs.bandwidth[hit.tier] for hit in slow)
+    rest = request.computable.numel()
+    with_loads = ttft([costs.prefill(rest, total) / layers] * layers, [arriving / layers] * layers)
+    return with_loads <= _GAIN * costs.prefill(rest + sum(hit.length for hit in slow), total)
+
+
 def _predict(work: Work, costs: Costs, keys: int, load_per_token: float) -> float:
     """Passes run one behind the other; all loads belong to the first."""
     times = []

@@ -139,7 +139,8 @@ class _MemoryReader:
         self._record = record
         self._tokens = _as_slice(tokens)
 
-    def ready(self, layer: int) -> bool:
+    @property
+    def arrived(self) -> bool:
         return True
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:

@@ -201,11 +201,11 @@ class RecordReader:
     def jobs(self) -> int:
         return len(self._units)
 
-    def ready(self, layer: int) -> bool:
-        """Also true of a layer that isn't on its way (staging is full: it is read when it is asked for) or too late."""
+    @property
+    def arrived(self) -> bool:
+        """Also true if the rest isn't on its way (staging is full: it is read when it is asked for) or too late."""
         self._ahead()
-        read = self._reads.get(self._unit_of(layer))
-        return layer in self._arrived or read is None or read.done() or time.monotonic() > self._deadline
+        return all(read.done() for read in self._reads.values()) or time.monotonic() > self._deadline
 
     def layer(self, layer: int) -> KV:
         if layer not in self._arrived:
