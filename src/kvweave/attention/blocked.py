@@ -13,12 +13,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvweave.attention.base import LayerOptions, ViewRows, hidden_mask
 from kvweave.kv.pool import KVPool
 
 _SEGMENTED_ROWS = 16  # so few rows read each run of a scattered context in place; more rows pay for one gathered copy
 _SEGMENTED_RUNS = 8
+_DECODE_CONTEXT = 2048  # columns up to which the fused kernel's one call beats two products per KV head for one row
 _SPAN = 512  # columns by which rows of a block may differ ...
 _MIN_ROWS = 32  # ... unless the block would be too small for an efficient product
 
@@ -54,6 +56,14 @@ class PreparedView:
         return self.blocks[window]
 
 
+    def decoded(self, window: int | None, pool: KVPool) -> Block | None:
+        """The block of a single row that sees a short run of its context without holes; None for all others."""
+        if self.rows.stop - self.rows.start > 1:
+            return None
+        (block,) = self.for_window(window, pool)
+        return block if block.hidden is None and block.stop - block.first <= _DECODE_CONTEXT else None
+
+
 class BlockedAttention:
     name = "blocked"
 
@@ -68,7 +78,11 @@ class BlockedAttention:
         groups = spec.num_heads // spec.num_kv_heads
         queries = queries * options.scaling
         out = queries.new_empty(queries.shape[1], spec.num_heads, spec.value_dim)
+        plain = options.softcap is None and options.sinks is None
         for view in prepared:
+            if plain and (block := view.decoded(options.window, pool)) is not None:
+                out[block.start] = _decode(queries[:, block.start], view.rows, block, layer, pool)
+                continue
             segments = _segments(view.rows, layer, pool)
             for block in view.for_window(options.window, pool):
                 rows = slice(block.start, block.end)
@@ -79,6 +93,13 @@ class BlockedAttention:
                     attended = _attend(q, [(o, k[head], v[head]) for o, k, v in segments], block, options.softcap, sinks)
                     out[rows, heads] = attended.view(groups, -1, spec.value_dim).transpose(0, 1)
         return out
+
+
+def _decode(queries: Tensor, view: ViewRows, block: Block, layer: int, pool: KVPool) -> Tensor:
+    """One row, ``queries`` [heads, dim] scaled already -> [heads, value_dim]: grouped heads are the kernel's rows."""
+    keys, values = (kv[None, :, block.first : block.stop] for kv in pool.read(layer, view.context))
+    grouped = queries.view(1, keys.shape[1], -1, queries.shape[-1])
+    return scaled_dot_product_attention(grouped, keys, values, scale=1.0).reshape(queries.shape[0], -1)
 
 
 def _cut(visible: list[int], block_rows: int) -> Iterator[tuple[int, int]]:
