@@ -261,6 +261,7 @@ class LLM:
         samples: int = 1,
         prompt_logprobs: int | None = None,
         publish: bool = True,
+        ttl: float | None = None,
         constraint: ConstraintFactory | None = None,
         **cache: Any,
     ) -> Request:
@@ -281,6 +282,7 @@ class LLM:
             samples=samples,
             prompt_logprobs=prompt_logprobs,
             publish=publish,
+            ttl=ttl,
             constraint=constraint,
             fallback_reason=why,
         )

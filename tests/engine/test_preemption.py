@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvweave.core.sampling import SamplingParams
+from kvweave.engine.admission import namespace
 from kvweave.engine.sequence import Request
 from kvweave.reuse.registry import make_technique
 from tests.lab import BOS, Lab, doc, prompt_of, standard
@@ -110,3 +111,23 @@ def test_any_mixture_of_requests_and_cancellations_leaves_pool_and_tree_clean(se
     lab.engine.check_integrity()
     lab.engine.tree.clear()
     assert lab.engine.allocator.num_free == lab.slots
+
+
+def test_a_pinned_prefix_gives_way_before_a_request_waits_for_ever() -> None:
+    lab = Lab(slots=200)
+    lab.run(prompt_of([BOS], doc(150, 1)), "prefix")
+    scope = lab.engine.parts.chunks.scope()
+    assert lab.engine.tree.pin([BOS, *doc(150, 1)], namespace(scope), until=2**40) == 151
+    small = lab.run(prompt_of([BOS, 4], doc(20, 2)), "prefix")
+    assert small.report.prefilled_tokens > 0
+    assert lab.engine.tree.pinned_tokens() == 151, "there was room without it"
+    lab.run(prompt_of([BOS, 5], doc(120, 3)), "prefix")
+    assert lab.engine.tree.pinned_tokens() == 0
+
+
+def test_published_kv_expires() -> None:
+    lab = Lab()
+    (first,) = lab.engine.run([lab.engine.add(request(1, ttl=-1.0, params=SamplingParams(max_tokens=0)))])
+    (again,) = lab.engine.run([lab.engine.add(request(1, params=SamplingParams(max_tokens=0)))])
+    (third,) = lab.engine.run([lab.engine.add(request(1, params=SamplingParams(max_tokens=0)))])
+    assert [o.reuse.cached_tokens > 0 for o in (first, again, third)] == [False, False, True]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -86,3 +88,54 @@ class Tree(RuleBasedStateMachine):
 
 TestTree = Tree.TestCase
 TestTree.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+def tree_at(now: list[float]) -> PrefixTree:
+    return PrefixTree(SlotAllocator(64), lambda: now[0])
+
+
+def put(tree: PrefixTree, tokens: list[int], expires: float = math.inf) -> None:
+    slots = tree._allocator.allocate(len(tokens))
+    assert slots is not None
+    tree.insert(tokens, slots, "a", expires)
+    tree._allocator.release(slots)
+
+
+def test_what_has_outlived_its_time_is_gone_and_free() -> None:
+    now = [0.0]
+    tree = tree_at(now)
+    put(tree, [1, 2, 3, 4], expires=10)
+    put(tree, [1, 2, 9], expires=20)
+    assert tree.match([1, 2, 3, 4], "a").numel() == 4
+    now[0] = 10
+    assert tree.match([1, 2, 3, 4], "a").numel() == 2, "the part that was used again lives on"
+    now[0] = 20
+    assert tree.match([1, 2, 9], "a").numel() == 0
+    assert tree.num_tokens == 0
+    assert tree._allocator.num_free == 64
+
+
+def test_pinned_prefixes_stay_until_their_time_is_over() -> None:
+    now = [0.0]
+    tree = tree_at(now)
+    put(tree, [1, 2, 3, 4])
+    put(tree, [5, 6])
+    assert tree.pin([1, 2, 3], "a", until=100) == 3
+    assert tree.pinned_tokens() == 3
+    assert tree.evict(64) == 3, "the tail behind the pin, and the other one"
+    assert tree.match([1, 2, 3, 4], "a").numel() == 3
+    now[0] = 100
+    assert tree.pinned_tokens() == 0
+    assert tree.evict(64) == 3
+
+
+def test_pins_are_lifted_and_overruled() -> None:
+    tree = tree_at([0.0])
+    put(tree, [1, 2, 3])
+    tree.pin([1, 2, 3], "a", until=100)
+    tree.pin([1, 2, 3], "a", until=0)
+    assert tree.evict(1) == 3
+    put(tree, [1, 2, 3])
+    tree.pin([1, 2, 3], "a", until=100)
+    assert tree.evict(1) == 0
+    assert tree.evict(1, pinned=True) == 3

@@ -55,7 +55,6 @@ class PreparedView:
             ]
         return self.blocks[window]
 
-
     def decoded(self, window: int | None, pool: KVPool) -> Block | None:
         """The block of a single row that sees a short run of its context without holes; None for all others."""
         if self.rows.stop - self.rows.start > 1:

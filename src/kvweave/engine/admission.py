@@ -159,9 +159,13 @@ class Admission:
         return next(self._declined) % _PROBE == 0
 
     def reserve(self, n: int, behind: int | None = None) -> Tensor | None:
-        """``n`` private slots, evicting prefixes nobody uses if need be; None if running requests hold too many."""
-        if n > self.allocator.num_free:
-            self.tree.evict(n - self.allocator.num_free)
+        """``n`` private slots, evicting prefixes nobody uses if need be; None if running requests hold too many.
+
+        Pinned prefixes go only if nothing runs that could make room: no request waits for ever.
+        """
+        for pinned in (False, True):
+            if n > self.allocator.num_free and not (pinned and self._scheduler.running):
+                self.tree.evict(n - self.allocator.num_free, pinned=pinned)
         return self.allocator.allocate(n, behind)
 
     def _shared_prefix(self, sequence: Sequence) -> Tensor:

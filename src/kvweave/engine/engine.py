@@ -6,6 +6,7 @@ back, exact KV left in the prefix tree). A running one may be preempted: it wait
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -303,7 +304,9 @@ class Engine:
         if found is None or not sequence.request.publish or not self.parts.chunks.store.current(found.scope):
             return exact, 0
         ids = (*sequence.prompt_ids, *sequence.output_ids)[:exact]
-        return exact, self.tree.insert(ids, sequence.slots[:exact], namespace(found.scope))
+        ttl = sequence.request.ttl
+        expires = math.inf if ttl is None else time.time() + ttl
+        return exact, self.tree.insert(ids, sequence.slots[:exact], namespace(found.scope), expires)
 
     def _finish(self, sequence: Sequence, reason: str, last: Delta) -> None:
         sequence.note("total_ms")

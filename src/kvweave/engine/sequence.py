@@ -45,6 +45,8 @@ class Request:
     """Log probabilities of the prompt's computed tokens, with so many of the most likely ones beside each."""
     publish: bool = True
     """False: nothing of it enters the prefix tree."""
+    ttl: float | None = None
+    """Seconds that what it publishes lives."""
     fallback_reason: str | None = None
     """Why it runs exact although something else was asked."""
     constraint: ConstraintFactory | None = None
