@@ -6,6 +6,8 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -20,6 +22,8 @@ from kvweave.errors import LoadFailed
 from kvweave.store import erasure, write_behind
 from kvweave.store.base import MISS_REASONS, ChunkRecord, Miss, StoredChunk
 from kvweave.store.host import HostStore
+from kvweave.store.io_pool import IOPool
+from kvweave.store.medium import Medium
 from kvweave.store.memory_blobs import MemoryBlobs
 from kvweave.store.tiered import TieredStore, TierOptions
 from kvweave.store.write_behind import WriteBehind
@@ -28,6 +32,7 @@ from tests.store.media import FaultyBlobs, RecordingBlobs, always, random_faults
 LAYOUT = KVLayout((LayerSpec(4, 2, 16, 8), LayerSpec(4, 1, 8, 8), LayerSpec(4, 2, 16, 8)), torch.bfloat16)
 MODEL = ModelFingerprint.of(content="m")
 TOKENS = 70
+T = TypeVar("T")
 
 
 @pytest.fixture(autouse=True)
@@ -416,7 +421,7 @@ def test_two_who_erase_with_what_they_knew_before_both_raise_the_epoch(monkeypat
     c.put(one, wait=True)
     assert c.flush(5)
     failing = FaultyBlobs(medium)
-    b._eraser._media = [failing]
+    b._eraser._media = [Medium(failing, IOPool(1))]
     failing.choose = always("io", "epoch")  # b can't even see that a did
     second = b.erase("t")
     assert second.epoch > first.epoch
@@ -530,3 +535,114 @@ def test_what_was_computed_before_an_erasure_is_stored_nowhere() -> None:
     assert list(medium.scan()) == []
     assert store.host.stats().records == 0
     assert store.tiers[0].counters.puts == {"stale": 1}
+
+
+class Hung:
+    """Calls of some operations stand still until ``opened``."""
+
+    def __init__(self, *operations: str) -> None:
+        self.opened = threading.Event()
+        self._operations = operations
+
+    def __call__(self, operation: str) -> None:
+        if operation in self._operations:
+            self.opened.wait(30)
+
+
+def test_a_hung_medium_costs_one_deadline_and_is_left_alone_until_it_answers() -> None:
+    medium = FaultyBlobs(MemoryBlobs())
+    store = store_of(medium)
+    scope = store.scope("t")
+    one = record(1, scope)
+    store.put(one, wait=True)
+    assert store.flush(5)
+    medium.choose = hung = Hung("open")  # type: ignore[assignment]
+    reasons = []
+    for _ in range(3):
+        (missed,) = store.find([one.identity])
+        assert isinstance(missed, Miss)
+        reasons.append(missed.reason)
+    assert reasons == ["deadline", "breaker", "breaker"]
+    hung.opened.set()
+    found = wait_for(lambda: [f for f in store.find([one.identity]) if not isinstance(f, Miss)])
+    found[0].close()
+    store.close()
+
+
+def test_a_hung_medium_takes_no_threads_of_another() -> None:
+    near, far = RenamedBlobs("near"), FaultyBlobs(RenamedBlobs("far"))
+    store = store_of(near, far)
+    scope = store.scope("t")
+    records = [record(i, scope) for i in range(8)]
+    for one in records:
+        store.put(one, wait=True)
+    assert store.flush(5)
+    for one in records[4:]:
+        near.delete([one.key], 0.0)
+    far.choose = hung = Hung("open")  # type: ignore[assignment]
+    found = store.find([one.identity for one in records])
+    assert [not isinstance(f, Miss) for f in found] == [True] * 4 + [False] * 4
+    again = store.find([one.identity for one in records[:4]])
+    assert not any(isinstance(f, Miss) for f in again)
+    hung.opened.set()
+    for f in (*found, *again):
+        if not isinstance(f, Miss):
+            f.close()
+    store.close()
+
+
+def test_a_scope_is_told_by_its_deadline_though_a_medium_hangs() -> None:
+    medium = FaultyBlobs(MemoryBlobs())
+    store = store_of(medium, host=10 * SIZE)
+    one = record(1, store.scope("t"))
+    store.put(one, wait=True)
+    assert store.flush(5)
+    medium.choose = hung = Hung("epoch")  # type: ignore[assignment]
+    assert store.scope("t").epoch == 0
+    (found,) = store.find([one.identity])
+    assert not isinstance(found, Miss), "host memory needs no medium"
+    hung.opened.set()
+    store.close()
+
+
+def test_a_tier_that_was_added_later_is_filled_from_the_others() -> None:
+    old, new = RenamedBlobs("old"), RenamedBlobs("new")
+    before = store_of(old)
+    one = record(1, before.scope("t"))
+    before.put(one, wait=True)
+    before.close()
+    store = store_of(old, new)
+    assert store.keep(one.identity)
+    assert store.flush(10)
+    assert new.contains(one.key, 0.0)
+    alone = store_of(new)
+    (found,) = alone.find([one.identity])
+    assert not isinstance(found, Miss)
+    assert equal(read(found, torch.arange(TOKENS)), one, torch.arange(TOKENS))
+    found.close()
+
+
+def test_saved_prefill_is_that_of_what_was_loaded() -> None:
+    store = store_of(MemoryBlobs())
+    one = record(1, store.scope("t"))
+    store.put(one, wait=True)
+    assert store.flush(5)
+    saved = []
+    for tokens in (torch.arange(TOKENS), torch.arange(TOKENS // 2)):
+        (found,) = store.find([one.identity])
+        assert not isinstance(found, Miss)
+        before = store.tier_stats()["memory"].counters
+        read(found, tokens)
+        after = store.tier_stats()["memory"].counters
+        seconds = after.load_seconds - before.load_seconds
+        saved.append(after.saved_seconds + after.lost_seconds - before.saved_seconds - before.lost_seconds)
+        assert after.rows_read - before.rows_read <= TOKENS * len(LAYOUT.layers)
+        assert saved[-1] <= 5e-3 + seconds
+        found.close()
+
+
+def wait_for(what: Callable[[], T]) -> T:
+    deadline = time.monotonic() + 30
+    while not (value := what()):
+        assert time.monotonic() < deadline
+    return value

@@ -24,6 +24,8 @@ from kvweave.store.disk import COUNT_SECONDS, DiskBlobs
 from kvweave.store.erasure import Eraser
 from kvweave.store.files import SUFFIX
 from kvweave.store.host import HostStore
+from kvweave.store.io_pool import IOPool
+from kvweave.store.medium import Medium
 from kvweave.store.record import Header
 from kvweave.store.selection import Selection, require_store
 
@@ -251,7 +253,7 @@ class StoreFolder:
         """Make everything of a tenant unreachable for every process on the folder, then remove it."""
         if self.blobs.read_only:
             raise StoreError(f"{self.root} is read-only: nothing can be erased there. Change its permissions.")
-        eraser = Eraser([self.blobs], HostStore(0), secret)
+        eraser = Eraser([Medium(self.blobs, IOPool(1))], HostStore(0), secret)
         try:
             with self.explained():
                 receipt = eraser.erase(eraser.scope(tenant).tag)

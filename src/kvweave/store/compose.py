@@ -10,6 +10,7 @@ from kvweave.core.spec import KVLayout
 from kvweave.errors import InvalidOption
 from kvweave.store.base import Blobs
 from kvweave.store.codec import check_codec
+from kvweave.store.guard import Guarded
 from kvweave.store.host import HostStore
 from kvweave.store.tiered import TieredStore, TierOptions
 
@@ -46,11 +47,12 @@ def open_store(host_bytes: int, tiers: Tiers, layout: KVLayout) -> TieredStore:
 
 
 def _open_disk(tiers: Tiers, quota: int | None) -> Blobs:
+    """A disk that fails again and again is left alone for a while; trying a call again is the file system's business."""
     from kvweave.store.disk import DiskBlobs
     from kvweave.store.eviction import Quota
 
     folder, capacity = tiers.disk_folder()
-    return DiskBlobs(
+    disk = DiskBlobs(
         folder,
         capacity,
         policy=tiers.eviction,
@@ -58,6 +60,7 @@ def _open_disk(tiers: Tiers, quota: int | None) -> Blobs:
         direct=tiers.direct,  # type: ignore[arg-type]
         durability=tiers.durability,  # type: ignore[arg-type]
     )
+    return Guarded(disk, attempts=1)
 
 
 def _secret(tiers: Tiers) -> bytes:

@@ -14,7 +14,7 @@ from kvweave.store.disk_cleanup import Cleanup, Damaged
 from kvweave.store.disk_room import Ghosts, Reads
 from kvweave.store.disk_stats import Counts
 from kvweave.store.files import Files
-from kvweave.store.record import FIRST_READ, decode_header
+from kvweave.store.record import FIRST_READ, decode_header, header_length
 
 FLUSH_SECONDS = 2.0
 """Uses are written to the catalogue this often."""
@@ -144,7 +144,10 @@ class Upkeep:
         for name in self._catalog.without_prefill(64):
             try:
                 with open(self._files.record(name), "rb") as file:
-                    header = decode_header(memoryview(file.read(FIRST_READ)), os.fstat(file.fileno()).st_size)
+                    size = os.fstat(file.fileno()).st_size
+                    first = file.read(FIRST_READ)
+                    first += file.read(max(0, header_length(memoryview(first), size) - len(first)))
+                header = decode_header(memoryview(first), size)
                 found.append((header.prefill_ms or None, header.num_tokens, name))
             except (OSError, TierError):  # gone, or not a record: whoever opens it will find out
                 found.append((None, 0, name))

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from blake3 import blake3
 
 from kvweave.core.keys import Scope
-from kvweave.store.base import Blobs, EraseReceipt, MissReason, TierError, TierReceipt, contained
+from kvweave.store.base import EraseReceipt, MissReason, TierError, TierReceipt
 from kvweave.store.host import HostStore
+from kvweave.store.medium import Medium
 
 LOG = logging.getLogger("kvweave.store")
 EPOCH_TTL = 1.0
@@ -28,7 +29,7 @@ _RETRY = 15.0
 class Eraser:
     """Epochs of tenants over all media, and erasure. Thread-safe."""
 
-    def __init__(self, media: Sequence[Blobs], host: HostStore, secret: bytes) -> None:
+    def __init__(self, media: Sequence[Medium], host: HostStore, secret: bytes) -> None:
         self._media = media
         self._host = host
         self._secret = secret
@@ -73,7 +74,7 @@ class Eraser:
             tiers[medium.name] = self._remove(medium, tag) if error is None else TierReceipt(0, 0, "unreachable", error)
         if self._media:
             time.sleep(EPOCH_TTL)  # by then every process that shares a medium has looked again
-        pending = tuple(name for name, tier in tiers.items() if tier.state == "unreachable")
+        pending = tuple(name for name, receipt in tiers.items() if receipt.state == "unreachable")
         self._retry(pending, tag, epoch)
         now = time.time()
         name = blake3(tag + str(now).encode()).hexdigest(length=8)
@@ -113,27 +114,27 @@ class Eraser:
         self._retry([name for name, answer in told.items() if isinstance(answer, int) and answer < latest], tag, latest)
         return latest
 
-    def _look(self, medium: Blobs, tag: bytes) -> int | MissReason:
+    def _look(self, medium: Medium, tag: bytes) -> int | MissReason:
+        deadline = time.monotonic() + _LOOK
         try:
-            with contained(medium.name):
-                return medium.epoch(tag, time.monotonic() + _LOOK)
+            return medium.call(lambda: medium.blobs.epoch(tag, deadline), deadline)
         except TierError as error:
             LOG.warning("tier %s can't tell the epoch of a tenant (%s) and isn't used for him", medium.name, error)
             return error.reason
 
-    def _tell(self, medium: Blobs, tag: bytes, epoch: int) -> str | None:
-        """Raise the epoch on a medium; the error, if that failed."""
+    def _tell(self, medium: Medium, tag: bytes, epoch: int) -> str | None:
+        """Raise the epoch on a tier; the error, if that failed."""
+        deadline = time.monotonic() + _DELETE
         try:
-            with contained(medium.name):
-                medium.raise_epoch(tag, epoch, time.monotonic() + _DELETE)
+            medium.call(lambda: medium.blobs.raise_epoch(tag, epoch, deadline), deadline)
         except TierError as error:
             return str(error)
         return None
 
-    def _remove(self, medium: Blobs, tag: bytes) -> TierReceipt:
+    def _remove(self, medium: Medium, tag: bytes) -> TierReceipt:
+        deadline = time.monotonic() + _DELETE
         try:
-            with contained(medium.name):
-                records, size = medium.erase(tag, time.monotonic() + _DELETE)
+            records, size = medium.call(lambda: medium.blobs.erase(tag, deadline), deadline)
         except TierError as error:
             return TierReceipt(0, 0, "unreachable", str(error))
         return TierReceipt(records, size, "deleted")

@@ -38,6 +38,24 @@ class IOPool:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._closed = False
+        self._overdue = 0
+
+    @property
+    def stuck(self) -> bool:
+        """True while a job still runs that somebody has given up: its medium owes an answer."""
+        return self._overdue > 0
+
+    def give_up(self, future: Future[Any]) -> None:
+        """Nobody waits for this job any more."""
+        if future.cancel() or future.done():
+            return
+        with self._lock:
+            self._overdue += 1
+        future.add_done_callback(self._answered)
+
+    def _answered(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._overdue -= 1
 
     def submit(self, priority: Priority, work: Callable[[], T]) -> Future[T]:
         """Queue a job; on a closed pool its future is cancelled."""

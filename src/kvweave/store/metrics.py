@@ -144,24 +144,22 @@ def _tier(out: _Families, tier: str, stats: TierStats, threads: int) -> None:
 
 def _medium(out: _Families, tier: str, blobs: Blobs) -> None:
     """What only this kind of medium knows. One that can't tell is down, and not an error of the scrape."""
+    up = True
     if isinstance(blobs, Guarded):
-        out.gauge("tier_up", _UP, blobs.up, tier=tier)
+        up = blobs.up
         state, entered = blobs.breaker.state, blobs.breaker.transitions
         out.gauge("breaker_open", "1 while the tier isn't asked.", state == "open", tier=tier)
         for name in BREAKER_STATES:
             out.count("breaker_transitions", "States entered.", entered.get(name, 0), tier=tier, state=name)
-    elif isinstance(blobs, DiskBlobs):
+        blobs = blobs.blobs
+    if isinstance(blobs, DiskBlobs):
         try:
-            stats = blobs.stats()
+            _disk(out, tier, blobs.stats())
+            out.gauge("read_only", "1 where the tier only serves.", blobs.read_only, tier=tier)
         except TierError as error:
             LOG.warning("tier %s can't tell its state: %s", tier, error)
-            out.gauge("tier_up", _UP, 0, tier=tier)
-            return
-        out.gauge("tier_up", _UP, 1, tier=tier)
-        out.gauge("read_only", "1 where the tier only serves.", blobs.read_only, tier=tier)
-        _disk(out, tier, stats)
-    else:
-        out.gauge("tier_up", _UP, 1, tier=tier)
+            up = False
+    out.gauge("tier_up", _UP, up, tier=tier)
 
 
 def _disk(out: _Families, tier: str, stats: DiskStats) -> None:

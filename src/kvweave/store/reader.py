@@ -23,9 +23,6 @@ from kvweave.store.record import Header, check_rows
 _GAP = 2
 """Groups of rows that aren't wanted but read all the same, because a second read would cost more."""
 
-_JOB = 2**20
-"""Bytes below which a job of its own costs more than it gains: layers of small models are read several at a time."""
-
 KV = tuple[Tensor, Tensor]
 
 
@@ -67,26 +64,39 @@ class Unit:
     start: int
     stop: int
     size: int
+    offset: int | None = None
+    """Where they start, if it is one read whatever lies between; None: the runs of each layer."""
 
 
-def make_units(header: Header, extents: Extents, first_layer: int, min_read: int) -> list[Unit]:
+def make_units(header: Header, extents: Extents, first_layer: int, min_read: int, least_job: int) -> list[Unit]:
     """One unit a layer, or as many layers as make a job worth while."""
     units: list[Unit] = []
     start, size = first_layer, 0
     for layer in range(first_layer, len(header.layers)):
         size += extents.rows * header.row_bytes(layer)
-        if size >= max(min_read, _JOB) or layer + 1 == len(header.layers):
-            units.append(Unit(start, layer + 1, size))
+        if size >= max(min_read, least_job) or layer + 1 == len(header.layers):
+            units.append(_unit(header, extents, start, layer + 1, size, min_read))
             start, size = layer + 1, 0
     return units
 
 
+def _unit(header: Header, extents: Extents, start: int, stop: int, size: int, min_read: int) -> Unit:
+    """One read of everything between the first and the last wanted byte, if a layer's own are too few for the medium."""
+    if stop - start == 1 or size >= min_read * (stop - start):
+        return Unit(start, stop, size)
+    first = header.offsets[start] + extents.runs[0][0] * header.row_bytes(start)
+    last = header.offsets[stop - 1] + extents.runs[-1][1] * header.row_bytes(stop - 1)
+    return Unit(start, stop, last - first, first)
+
+
 @dataclass(frozen=True)
 class Loading:
-    """What all loads share."""
+    """What all loads of a tier share."""
 
     pool: IOPool
     staging: Staging
+    least_job: int
+    """Bytes that make a job of its own worth while."""
 
 
 class SharedBlob:
@@ -185,7 +195,7 @@ class RecordReader:
         self._deadline = deadline
         self._timeout = deadline - time.monotonic()
         self._extents = Extents.of(header, tokens.numpy())
-        self._units = make_units(header, self._extents, first_layer, source.min_read)
+        self._units = make_units(header, self._extents, first_layer, source.min_read, loading.least_job)
         self._next = 0
         self._reads: dict[int, Future[dict[int, KV]]] = {}
         self._arrived: dict[int, KV] = {}
@@ -253,6 +263,7 @@ class RecordReader:
             self._finish(error.reason)
             raise LoadFailed(error.reason, self.tier) from error
         except (TimeoutError, CancelledError):
+            self._loading.pool.give_up(self._reads[number])
             self._finish("deadline")
             raise LoadFailed("deadline", self.tier) from None
         finally:
@@ -309,17 +320,12 @@ class RecordReader:
 
 
 def read_unit(source: Source, unit: Unit, extents: Extents, deadline: float, *, copy: bool = True) -> dict[int, KV]:
-    """The wanted rows of a unit's layers: in one read, whatever lies between, if a layer's own are too few for the medium;
-    otherwise exactly the runs of each layer. Raises ``TierError``.
-    """
-    header, blob, layers = source.header, source.blob, range(unit.start, unit.stop)
-    if len(layers) == 1 or unit.size >= source.min_read * len(layers):
+    """The wanted rows of a unit's layers. Raises ``TierError``."""
+    header, layers, start = source.header, range(unit.start, unit.stop), unit.offset
+    if start is None:
         return {layer: _read_layer(source, layer, extents, deadline, copy) for layer in layers}
-    first, last = extents.runs[0][0], extents.runs[-1][1]
-    start = header.offsets[unit.start] + first * header.row_bytes(unit.start)
-    stop = header.offsets[unit.stop - 1] + last * header.row_bytes(unit.stop - 1)
-    with blob.read(start, stop - start, deadline) as data:
-        if len(data) < stop - start:
+    with source.blob.read(start, unit.size, deadline) as data:
+        if len(data) < unit.size:
             raise TierError("short")
         return {layer: _layer_in(header, layer, extents, data, header.offsets[layer] - start, copy) for layer in layers}
 

@@ -32,13 +32,13 @@ from kvweave.store.base import (
     contained,
 )
 from kvweave.store.codec import CodecName, layer_rows
-from kvweave.store.reader import Extents, Loading, LoadResult, RecordReader, SharedBlob, Source, Unit, read_unit
+from kvweave.store.medium import Medium
+from kvweave.store.reader import KV, Extents, Loading, LoadResult, RecordReader, SharedBlob, Source, make_units, read_unit
 from kvweave.store.record import FIRST_READ, Header, check_identity, decode_header, header_length
 
 LOG = logging.getLogger("kvweave.store")
 Promote = Callable[[ChunkRecord], object]
 PromoteLater = Callable[["RecordTier", ChunkIdentity], None]
-_FIRST = (0, 0)  # opening goes before every load
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Seconds; upper bounds of the classes of ``Times``, a last one without a bound behind them."""
 
@@ -128,8 +128,10 @@ class OpenRecord:
         header = self._source.header
         layers = len(header.layers)
         extents = Extents.of(header, np.arange(header.num_tokens))
-        size = sum(extents.rows * header.row_bytes(layer) for layer in range(layers))
-        kv = read_unit(self._source, Unit(0, layers, size), extents, deadline)
+        units = make_units(header, extents, 0, self._source.min_read, header.total)
+        kv: dict[int, KV] = {}
+        for unit in units:
+            kv |= read_unit(self._source, unit, extents, deadline)
         keys, values = (tuple(kv[i][j] for i in range(layers)) for j in (0, 1))
         return ChunkRecord(header.identity, keys, values, header.prefill_ms)
 
@@ -143,6 +145,7 @@ class RecordTier:
     """Records on one medium for one model layout. Thread-safe."""
 
     def __init__(self, blobs: Blobs, layout: KVLayout, codec: CodecName, loading: Loading) -> None:
+        self.medium = Medium(blobs, loading.pool)
         self.blobs = blobs
         self.name = blobs.name
         self.counters = TierCounters()
@@ -161,16 +164,19 @@ class RecordTier:
     ) -> list[OpenRecord | Miss]:
         """Open records, all at once, each on its own. ``deadline`` in ``time.monotonic()`` seconds."""
 
+        if self.medium.pool.stuck:  # whoever doesn't answer isn't asked again
+            return [self.missed("breaker", len(one.token_ids)) for one in wanted]
+
         def open_one(one: ChunkIdentity) -> OpenRecord | Miss:
             return self.open(one, deadline, promote, promote_later)
 
-        opens = [self._loading.pool.submit(_FIRST, partial(open_one, one)) for one in wanted]
+        opens = [self.medium.start(partial(open_one, one)) for one in wanted]
         found: list[OpenRecord | Miss] = []
         for future in opens:
             try:
                 found.append(future.result(timeout=max(0.0, deadline - time.monotonic())))
             except (TimeoutError, CancelledError):
-                future.cancel()
+                self.medium.pool.give_up(future)
                 future.add_done_callback(_close_late)
                 found.append(self.missed("deadline", len(wanted[len(found)].token_ids)))
         return found
@@ -205,7 +211,7 @@ class RecordTier:
             blob=blob,
             min_read=self.blobs.min_read,
             damaged=partial(self._damaged, wanted.key),
-            finished=partial(self._count_load, header.prefill_ms / 1e3),
+            finished=partial(self._count_load, header),
             promote=None if promote is None else partial(self._promote, promote.put),
             promote_later=None if promote_later is None else partial(promote_later, self, wanted),
         )
@@ -214,8 +220,7 @@ class RecordTier:
     def holds(self, key: ChunkKey, deadline: float) -> bool:
         """True if the medium has such a value; neither counted nor a use. Whether it is right shows when it is read."""
         try:
-            with contained(self.name):
-                return self.blobs.contains(key, deadline)
+            return self.medium.call(lambda: self.blobs.contains(key, deadline), deadline)
         except TierError as error:
             LOG.warning("tier %s can't tell whether it holds a record: %s", self.name, error)
             return False
@@ -231,7 +236,7 @@ class RecordTier:
             self._promote(take, record)
         except TierError as error:
             self._damaged(identity.key, error.reason)
-            self._count_load(0.0, LoadResult(error.reason, whole=True))
+            self._count_load(found.header, LoadResult(error.reason, whole=True))
         finally:
             found.close()
 
@@ -269,7 +274,9 @@ class RecordTier:
             blob.close()
             raise
 
-    def _count_load(self, prefill_seconds: float, load: LoadResult) -> None:
+    def _count_load(self, header: Header, load: LoadResult) -> None:
+        share = load.rows / (header.num_tokens * len(header.layers))  # of the record, and so of what it took to compute
+        prefill_seconds = share * header.prefill_ms / 1e3
         with self._lock:
             self.counters.loads[load.result] += 1
             self.counters.whole_loads[load.result] += load.whole

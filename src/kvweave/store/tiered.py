@@ -28,7 +28,6 @@ from kvweave.store.base import (
     StoredChunk,
     StoreStats,
     TierError,
-    contained,
 )
 from kvweave.store.codec import CodecName, round_trip
 from kvweave.store.erasure import Eraser
@@ -41,9 +40,8 @@ from kvweave.store.record_tier import OpenRecord, RecordTier, TierCounters
 from kvweave.store.write_behind import WriteBehind
 
 LOG = logging.getLogger("kvweave.store")
-_BACKGROUND = 2**40  # a ticket behind all requests
 _EXIT_TIMEOUT = 30.0  # seconds a tier
-_PROMOTIONS = 64  # records on their way up in the background, at most
+_MOVES = 64  # records on their way between tiers in the background, at most
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,9 @@ class TierOptions:
 
     codec: CodecName = "raw"
     threads: int = 4
+    """Per tier."""
+    least_job: int = 2**20
+    """Bytes below which a read of its own costs more than it gains: layers of small models are read several at a time."""
     staging: int = 512 * 2**20
     """Most bytes of loads on their way."""
     write_queue: int = 2**30
@@ -103,21 +104,25 @@ class TieredStore:
         self.host = host
         self.options = options or TierOptions()
         self._ranking = ranking or TextOrder()
-        self._pool = IOPool(self.options.threads)
         self.staging = Staging(self.options.staging)
-        loading = Loading(self._pool, self.staging)
         if media and layout is None:
             raise ValueError("tiers need the layout of the model")
-        self.tiers = [RecordTier(m, layout, self.options.codec, loading) for m in media if layout is not None]
+        self.tiers = [self._tier(m, layout) for m in media if layout is not None]
         self._writers = {
             tier.name: WriteBehind(_writer(tier, self._ranking, self.options), self.options.write_queue)
             for tier in self.tiers
         }
-        self._eraser = Eraser([t.blobs for t in self.tiers], host, self.options.secret)
-        self._promoting: dict[ChunkKey, Future[None]] = {}
+        self._eraser = Eraser([tier.medium for tier in self.tiers], host, self.options.secret)
+        self._moving: dict[ChunkKey, Future[None]] = {}
+        """Records on their way between tiers, in the background."""
         # A program that ends without closing the store still gets its queue written. What is registered must not refer to
         # the store, or it would never be freed.
         self._at_exit = weakref.finalize(self, _close_all, list(self._writers.values()))
+
+    def _tier(self, medium: Blobs, layout: KVLayout) -> RecordTier:
+        """With threads of its own: a medium that hangs takes none of another's."""
+        loading = Loading(IOPool(self.options.threads, medium.name), self.staging, self.options.least_job)
+        return RecordTier(medium, layout, self.options.codec, loading)
 
     @property
     def io_threads(self) -> int:
@@ -177,7 +182,10 @@ class TieredStore:
         if record is not None:
             self._write(record, identity.epoch, wait=wait)
             return True
-        return any(self._holds(tier, identity) for tier in self.tiers)
+        holding = [tier for tier in self.tiers if self._holds(tier, identity)]
+        if holding and len(holding) < len(self.tiers):
+            self._copy_later(holding[0], identity)
+        return bool(holding)
 
     def remove(self, keys: Iterable[ChunkKey]) -> int:
         wanted = set(keys)
@@ -187,8 +195,7 @@ class TieredStore:
         deadline = time.monotonic() + self.options.write_timeout
         for tier in self.tiers:
             try:
-                with contained(tier.name):
-                    removed = max(removed, tier.blobs.delete(wanted, deadline))
+                removed = max(removed, tier.medium.call(partial(tier.blobs.delete, wanted, deadline), deadline))
             except TierError as error:
                 LOG.warning("records could not be removed from tier %s: %s", tier.name, error)
         return removed
@@ -218,17 +225,17 @@ class TieredStore:
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all queued writes and promotions are done; False if ``timeout`` (seconds, each) passed first."""
         written = all(writer.flush(timeout) for writer in self._writers.values())
-        return not wait(list(self._promoting.values()), timeout).not_done and written
+        moved = not wait(list(self._moving.values()), timeout).not_done
+        return moved and all(writer.flush(timeout) for writer in self._writers.values()) and written
 
     def close(self, timeout: float | None = 60.0) -> None:
         """Write what is queued (at most ``timeout`` seconds a tier), then close the media."""
         for writer in self._writers.values():
             writer.close(timeout)
         self._at_exit.detach()
-        self._pool.close()
         self._eraser.close()
         for tier in self.tiers:
-            tier.blobs.close()
+            tier.medium.close()
 
     def _write(self, record: ChunkRecord, epoch: int, *, wait: bool) -> bool:
         """Queue a record for the tiers that lack it; True if one of them has it or will get it."""
@@ -241,17 +248,20 @@ class TieredStore:
         return tier.holds(identity.key, time.monotonic() + self.options.lookup_timeout)
 
     def _promote_later(self, upper: _Upper, tier: RecordTier, identity: ChunkIdentity) -> None:
-        """Read a whole record into host memory when no request waits for the pool."""
-        held = identity.key in self._promoting or self.host.contains(identity)
-        if held or len(self._promoting) >= _PROMOTIONS:
+        """Read a whole record into host memory when no request waits for the medium."""
+        if not self.host.contains(identity):
+            self._move(tier, identity, upper.put)
+
+    def _copy_later(self, tier: RecordTier, identity: ChunkIdentity) -> None:
+        """Write a record of one tier to those that lack it: they may have been added later."""
+        self._move(tier, identity, lambda record: self._write(record, identity.epoch, wait=False))
+
+    def _move(self, tier: RecordTier, identity: ChunkIdentity, take: Callable[[ChunkRecord], bool]) -> None:
+        if identity.key in self._moving or len(self._moving) >= _MOVES:
             return
-
-        def promote() -> None:
-            tier.read_into(identity, upper.put, time.monotonic() + self.options.load_timeout)
-
-        promoted = self._pool.submit((_BACKGROUND, 0), promote)
-        self._promoting[identity.key] = promoted
-        promoted.add_done_callback(lambda _: self._promoting.pop(identity.key, None))
+        moved = tier.medium.later(lambda: tier.read_into(identity, take, time.monotonic() + self.options.load_timeout))
+        self._moving[identity.key] = moved
+        moved.add_done_callback(lambda _: self._moving.pop(identity.key, None))
 
 
 def _close_all(writers: Sequence[WriteBehind]) -> None:
