@@ -81,7 +81,12 @@ class Engine:
         params = request.params
         if index and params.seed is not None:
             params = replace(params, seed=params.seed + index)
-        stream = TextStream(self.parts.make_decoder(params.skip_special_tokens), params.stop)
+        stream = TextStream(
+            self.parts.make_decoder(params.skip_special_tokens),
+            params.stop,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
         constraint = None if request.constraint is None else request.constraint()
         sampler = Sampler(params, request.prompt.token_ids, self.parts.eos_ids, constraint)
         return Sequence(request, stream, max_new, sampler, index)
