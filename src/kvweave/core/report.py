@@ -8,6 +8,8 @@ from typing import Any, Literal
 from kvweave.errors import IntegrityError
 
 SegmentResult = Literal["hit", "partial", "miss"]
+TOKEN_KINDS = ("exact", "fused", "recomputed", "prefilled")
+"""How the KV of a prompt token is come by, as metrics and explanations name it."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,8 @@ class SegmentReport:
     """Reuse of one document in one prompt.
 
     ``reason`` says why something of it is missing: never_seen, below_min, or a reason of ``kvweave.store.base.MissReason``.
-    ``tiers`` names where what was found lay.
+    ``tiers`` names where what was found lay. ``tokens``: how all its tokens were come by, the prefix tree included, by kind
+    of ``TOKEN_KINDS``.
     """
 
     id: str
@@ -24,6 +27,7 @@ class SegmentReport:
     result: SegmentResult
     reason: str | None = None
     tiers: tuple[str, ...] = ()
+    tokens: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,8 @@ class ReuseReport:
     """Of the prefilled ones: history that had been known and was computed again."""
     cache_write_tokens: int = 0
     """Of the prefilled ones: entered the prefix tree."""
+    prefix_tokens: int = 0
+    """Of the cached ones: found in the prefix tree, at the start of the prompt."""
     fallback_reason: str | None = None
     ratio: float | None = None
     """Requested recompute ratio; ``budget`` is what was really computed."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import torch
 
 from kvweave.core.plan import Load
-from kvweave.core.report import ReuseReport
+from kvweave.core.report import TOKEN_KINDS, ReuseReport
 from kvweave.core.spec import KVLayout
 from kvweave.engine.profile import Profile
 from kvweave.engine.sequence import Sequence, TokenClasses
@@ -45,13 +47,12 @@ class Counters:
 def classify(sequence: Sequence, published: int) -> TokenClasses:
     """How the prompt of a sequence whose prefill is done was come by."""
     request = sequence.looked_up.plan_request
-    return TokenClasses(
-        cached=request.num_cached,
-        reusable=request.candidates.numel(),
-        recomputed=sequence.recomputed,
-        charged=sequence.charged,
-        published=published,
-    )
+    kinds = torch.full((request.num_tokens,), TOKEN_KINDS.index("exact"))
+    kinds[request.computable] = TOKEN_KINDS.index("prefilled")
+    kinds[request.candidates] = TOKEN_KINDS.index("fused")
+    for orders in sequence.recomputed:
+        kinds[orders] = TOKEN_KINDS.index("recomputed")
+    return TokenClasses(kinds, request.resident, sequence.charged, published)
 
 
 def make_report(sequence: Sequence, layers: int) -> ReuseReport:
@@ -59,20 +60,23 @@ def make_report(sequence: Sequence, layers: int) -> ReuseReport:
     lookup, classes = sequence.looked_up, sequence.classes
     if classes is None:
         raise IntegrityError("a request is done whose prefill isn't")
+    tokens = classes.count()
+    reusable = tokens["fused"] + tokens["recomputed"]
     report = ReuseReport(
         asked=sequence.request.asked,
         ran=lookup.ran,
         technique=sequence.request.technique.name,
         prompt_tokens=sequence.num_prompt,
-        cached_tokens=classes.cached,
-        fused_tokens=classes.reusable - classes.recomputed,
-        recomputed_tokens=classes.recomputed,
-        prefilled_tokens=sequence.num_prompt - classes.cached - classes.reusable,
+        cached_tokens=tokens["exact"],
+        fused_tokens=tokens["fused"],
+        recomputed_tokens=tokens["recomputed"],
+        prefilled_tokens=tokens["prefilled"],
         cache_write_tokens=classes.published,
+        prefix_tokens=classes.prefix,
         fallback_reason=lookup.fallback_reason,
-        ratio=getattr(lookup.technique if classes.reusable else sequence.request.technique, "ratio", None),
-        budget=classes.charged / (layers * classes.reusable) if classes.reusable else 0.0,
-        segments=lookup.segments,
+        ratio=getattr(lookup.technique if reusable else sequence.request.technique, "ratio", None),
+        budget=classes.charged / (layers * reusable) if reusable else 0.0,
+        segments=tuple(replace(s, tokens=classes.count(s.start, s.stop)) for s in lookup.segments),
         deviations=tuple(sequence.deviations),
         loads=sequence.tier_loads(),
         controller=lookup.decision,

@@ -35,8 +35,8 @@ class PlanResult:
     """[k, vocabulary] for the plan's ``logits`` rows."""
     rows_per_layer: tuple[int, ...]
     """Rows of this plan computed in each layer."""
-    recomputed: int
-    """Tokens of fused chunks that went on behind the first narrowing."""
+    recomputed: Tensor
+    """[k] orders of the tokens of fused chunks that went on behind the first narrowing."""
     charged: int
     """Row-layers charged to the recompute budget, layers run in full and prepasses included."""
     deviations: tuple[Deviation, ...] = ()
@@ -97,6 +97,8 @@ class _PlanState:
     """Layer -> rows that a resolved ``Select`` sends there."""
     rows: list[int] = field(default_factory=list)
     reusable: list[int] = field(default_factory=list)
+    kept: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """Reusable rows behind the first narrowing; all of them where nothing narrows."""
     deviations: list[Deviation] = field(default_factory=list)
     finite: bool = True
     lost: Load | None = None
@@ -112,17 +114,18 @@ class _PlanState:
     def count(self) -> None:
         self.rows.append(self.alive.numel())
         mask = self.plan.reusable
-        self.reusable.append(0 if mask is None else int(mask[self.alive].sum()))
+        rows = self.alive[:0] if mask is None else self.alive[mask[self.alive]]
+        if not self.reusable or rows.numel() < self.reusable[0] == self.kept.numel():
+            self.kept = rows
+        self.reusable.append(rows.numel())
 
     @property
     def charged(self) -> int:
         return sum(self.rows if self.plan.prepass else self.reusable)
 
     @property
-    def recomputed(self) -> int:
-        """Reusable rows behind the first narrowing; all of them where nothing narrows."""
-        first = self.reusable[0]
-        return 0 if self.plan.prepass else next((n for n in self.reusable if n < first), first)
+    def recomputed(self) -> Tensor:
+        return self.plan.positions[self.kept[:0] if self.plan.prepass else self.kept]
 
 
 @dataclass

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from kvweave.core.plan import Load, RequestPlan, View
 from kvweave.core.prompt import TokenPrompt
-from kvweave.core.report import ControllerDecision, Delta, Deviation, Output, SegmentReport, TierLoad, TokenLogprob
+from kvweave.core.report import (
+    TOKEN_KINDS,
+    ControllerDecision,
+    Delta,
+    Deviation,
+    Output,
+    SegmentReport,
+    TierLoad,
+    TokenLogprob,
+)
 from kvweave.core.sampling import ConstraintFactory, SamplingParams
 from kvweave.engine.executor import PlanResult
 from kvweave.engine.sampler import Sampler
@@ -82,15 +91,19 @@ class Lookup:
 class TokenClasses:
     """How a prompt's tokens were come by, told when its prefill is done: what a later preemption repeats isn't usage."""
 
-    cached: int
-    reusable: int
-    """Of fused chunks."""
-    recomputed: int
-    """Of those."""
+    kinds: Tensor
+    """[T] int64: index into ``TOKEN_KINDS`` of each prompt token."""
+    prefix: int
+    """Exact tokens at the start that the prefix tree had."""
     charged: int
     """Row-layers charged to the recompute budget."""
     published: int
     """Computed, and then put into the prefix tree."""
+
+    def count(self, start: int = 0, stop: int | None = None) -> dict[str, int]:
+        """Prompt tokens of [start, stop) by kind."""
+        counts = torch.bincount(self.kinds[start:stop], minlength=len(TOKEN_KINDS)).tolist()
+        return dict(zip(TOKEN_KINDS, counts, strict=True))
 
 
 @dataclass(eq=False)
@@ -127,7 +140,8 @@ class Sequence:
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     """By order in the prompt."""
     charged: int = 0
-    recomputed: int = 0
+    recomputed: list[Tensor] = field(default_factory=list)
+    """Orders of prompt tokens whose KV could have been reused and was computed."""
     computed: int = 0
     """Rows computed since it started."""
     classes: TokenClasses | None = None
@@ -252,13 +266,15 @@ class Sequence:
     def count(self, result: PlanResult) -> None:
         self.computed += result.rows_per_layer[0] if result.rows_per_layer else 0
         self.charged += result.charged
-        self.recomputed += result.recomputed
+        if result.recomputed.numel():
+            self.recomputed.append(result.recomputed)
         self.deviations += result.deviations
         self.load_wait += result.load_wait
 
     def forget_counts(self) -> None:
         """The work so far was for nothing (a restart)."""
-        self.charged = self.recomputed = 0
+        self.charged = 0
+        self.recomputed.clear()
         self.prompt_logits.clear()
         self.prompt_logprobs.clear()
         self.deviations.clear()
