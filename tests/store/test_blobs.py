@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,12 +12,15 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
 
-from kvweave.core.keys import ChunkKey
-from kvweave.store.base import Blobs, PutHints, Rejected, TierError
+from kvweave.core.keys import ChunkIdentity, ChunkKey, ModelFingerprint, Scope
+from kvweave.store.base import Blobs, ChunkRecord, PutHints, Rejected, TierError
 from kvweave.store.compress import Compressed
 from kvweave.store.guard import Guarded
 from kvweave.store.memory_blobs import MemoryBlobs
+from kvweave.store.ranking import TextOrder
+from kvweave.store.record import encode
 from tests.store.media import FaultyBlobs, RecordingBlobs
 from tests.store.servers import RedisServer, s3_server
 
@@ -196,6 +200,30 @@ def test_whether_there_is_a_value(blobs: Blobs) -> None:
     assert [info.hits for info in blobs.scan()] == [0]
     blobs.discard(key(1), "checksum")
     assert not blobs.contains(key(1), soon())
+
+
+def test_what_has_expired_is_not_there_and_may_be_stored_anew(blobs: Blobs, request: pytest.FixtureRequest) -> None:
+    if "disk compressed" in request.node.name:
+        pytest.skip("the disk looks into records, and is never compressed")
+    expires = float(int(time.time()) + 2)
+    at, value = expiring(expires)
+    blobs.put(at, value, PutHints(expires=expires), soon())
+    assert time.time() >= expires or blobs.contains(at, soon())
+    limit = soon(30)
+    while blobs.contains(at, soon()):
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+    at, value = expiring(math.inf)
+    blobs.put(at, value, PutHints(), soon())
+    assert blobs.contains(at, soon())
+    assert get(blobs, at) == bytes(value)
+
+
+def expiring(expires: float) -> tuple[ChunkKey, memoryview]:
+    """An encoded record."""
+    identity = ChunkIdentity.of([1, 2], [], ModelFingerprint.of(content="m"), Scope.of("t"))
+    data = torch.arange(16.0).view(1, 2, 8)
+    return identity.key, encode(ChunkRecord(identity, (data,), (data,), expires=expires), TextOrder(), "raw", "test")
 
 
 def test_a_medium_that_is_there_answers(blobs: Blobs) -> None:

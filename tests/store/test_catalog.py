@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.errors import StoreError
+from kvweave.errors import PinQuotaExceeded
 from kvweave.store.base import TierError
 from kvweave.store.catalog import Catalog, Claim, Uncounted, Usage
 from kvweave.store.eviction import Limits
@@ -152,7 +152,7 @@ def test_pins_have_a_limit_and_need_a_record(catalog: Catalog, tmp_path: Path) -
         write(tmp_path, name(i), 30)
     assert catalog.pin(name(0), 100.0, "x", 1.0, most=50)  # found by its file
     assert catalog.pin(name(0), 200.0, "x", 1.0, most=50)  # renewed, not counted twice
-    with pytest.raises(StoreError):
+    with pytest.raises(PinQuotaExceeded):
         catalog.pin(name(1), 100.0, "x", 1.0, most=50)
     assert catalog.pin(name(1), 300.0, "x", 201.0, most=50)  # the other one has expired
     assert not catalog.pin(name(9), 100.0, "x", 1.0, most=50)

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvweave.core.keys import ChunkKey
-from kvweave.errors import InvalidOption, StoreError
+from kvweave.errors import InvalidOption, PinQuotaExceeded
 from kvweave.store import folder
 from kvweave.store.aligned import BufferPool
 from kvweave.store.base import PutHints, Rejected, TierError
@@ -174,7 +174,7 @@ class Disk(RuleBasedStateMachine):
         chunk = self.key(i)
         size = {c: n for c, n in self.model.items() if c in self.pinned or c == chunk}
         if sum(size.values()) * PAGE > CAPACITY // 2 and chunk in self.model:
-            with pytest.raises(StoreError):
+            with pytest.raises(PinQuotaExceeded):
                 self.store.pin(chunk, time.time() + 999, "test")
             return
         assert self.store.pin(chunk, time.time() + 999, "test") == (chunk in self.model)
@@ -454,7 +454,7 @@ def test_pinned_records_stay_and_block(root: Path) -> None:
             put(store, key(i), 2)
             assert store.pin(key(i), time.time() + 60, "test")
         put(store, key(2), 6)
-        with pytest.raises(StoreError, match="Unpin"):
+        with pytest.raises(PinQuotaExceeded, match="Unpin"):
             store.pin(key(2), time.time() + 60, "test")
         with pytest.raises(Rejected, match="no_room"):
             put(store, key(3), 7)
@@ -468,7 +468,7 @@ def test_pinned_records_stay_and_block(root: Path) -> None:
             with pytest.raises(InvalidOption):
                 store.pin(key(0), bad, "test")
     with opened(root, None) as admin:  # the limit is the engine's
-        with pytest.raises(StoreError):
+        with pytest.raises(PinQuotaExceeded):
             admin.pin(key(3), time.time() + 60, "test")
         assert admin.capacity == 10 * PAGE
         assert admin.unpin(key(0))
@@ -796,7 +796,7 @@ def check_read_only(root: Path) -> None:
             put(store, key(2))
         with pytest.raises(TierError):
             store.delete([key(1)], FOREVER)
-        with pytest.raises(StoreError):
+        with pytest.raises(TierError):
             store.pin(key(1), time.time() + 9, "test")
         assert [(i.key, i.size) for i in store.scan()] == [(key(1), 3 * PAGE)]
         assert store.usage() == {A: (3 * PAGE, 1)}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvweave.core.keys import ChunkKey
+from kvweave.errors import PinQuotaExceeded
 from kvweave.store.base import MissReason, PutHints, Rejected, TierError
 from kvweave.store.guard import Breaker, Guarded, Pass
 from kvweave.store.memory_blobs import MemoryBlobs
@@ -171,6 +172,23 @@ def test_a_refused_write_is_an_answer() -> None:
         with pytest.raises(Rejected):
             guarded.put(KEY, memoryview(b"x"), PutHints(), clock.now + 1)
     assert guarded.up
+
+
+def test_a_pin_refused_for_want_of_room_is_an_answer() -> None:
+    class Full(MemoryBlobs):
+        def pin(self, key: ChunkKey, until: float, owner: str) -> bool:
+            raise PinQuotaExceeded("full")
+
+        def unpin(self, key: ChunkKey) -> bool:
+            return True
+
+    guarded = Guarded(Full())
+    for _ in range(50):
+        with pytest.raises(PinQuotaExceeded):
+            guarded.pin(KEY, 1.0, "test")
+    assert guarded.up
+    assert guarded.unpin(KEY)
+    assert not Guarded(MemoryBlobs()).pin(KEY, 1.0, "test"), "nothing is ever evicted there"
 
 
 def test_news_from_before_a_transition_is_ignored() -> None:

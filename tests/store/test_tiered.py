@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -18,9 +19,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvweave.core.keys import ChunkIdentity, ModelFingerprint, Scope
 from kvweave.core.spec import KVLayout, LayerSpec
-from kvweave.errors import LoadFailed
+from kvweave.errors import InvalidOption, LoadFailed, PinQuotaExceeded
 from kvweave.store import erasure, write_behind
-from kvweave.store.base import MISS_REASONS, ChunkRecord, Miss, StoredChunk
+from kvweave.store.base import MISS_REASONS, ChunkRecord, Miss, Reach, StoredChunk
+from kvweave.store.disk import DiskBlobs
+from kvweave.store.guard import Guarded
 from kvweave.store.host import HostStore
 from kvweave.store.io_pool import IOPool
 from kvweave.store.medium import Medium
@@ -639,6 +642,72 @@ def test_saved_prefill_is_that_of_what_was_loaded() -> None:
         assert after.rows_read - before.rows_read <= TOKENS * len(LAYOUT.layers)
         assert saved[-1] <= 5e-3 + seconds
         found.close()
+
+
+@pytest.mark.parametrize("tiers", ["all", "memory"])
+def test_what_is_for_memory_alone_goes_to_no_other_tier(tiers: Reach) -> None:
+    medium = MemoryBlobs()
+    store = store_of(medium, host=10 * SIZE)
+    one = record(1, store.scope("t"))
+    assert store.put(one, wait=True, tiers=tiers)
+    assert store.keep(one.identity, tiers=tiers)
+    assert store.flush(5)
+    assert medium.contains(one.key, 0.0) == (tiers == "all")
+    assert not store_of(medium).put(one, tiers="memory"), "there is no room in memory, and no other tier is meant"
+
+
+def test_an_expired_record_is_a_miss_in_every_tier_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    medium, now = MemoryBlobs(), time.time()
+    store = store_of(medium, host=10 * SIZE)
+    one = record(1, store.scope("t"))
+    store.put(one, wait=True, expires=now + 100)
+    assert store.flush(5)
+    store.host.remove([one.key])
+    (found,) = store.find([one.identity])
+    assert not isinstance(found, Miss)
+    read(found, torch.arange(TOKENS))  # and moves up, with its end
+    found.close()
+    assert store.host.contains(one.identity)
+    monkeypatch.setattr(time, "time", lambda: now + 101)
+    assert not store.contains(one.identity)
+    assert not store.keep(one.identity)
+    assert store.find([one.identity]) == [Miss("expired", "host")]
+    assert store.tiers[0].counters.misses["expired"] == 1
+    assert list(medium.scan()) == []
+    assert store.put(one, wait=True)
+    assert store.flush(5)
+    assert store_of(medium).contains(one.identity)
+
+
+def test_pins_reach_every_tier_that_evicts(tmp_path: Path) -> None:
+    disk = Guarded(DiskBlobs(tmp_path, 2**20, free_floor=0.0), attempts=1)
+    store = store_of(MemoryBlobs(), disk, host=4 * SIZE)
+    one, two, gone = (record(i, store.scope("t")) for i in (1, 2, 3))
+    for each in (one, two):
+        store.put(each, wait=True)
+    assert store.flush(5)
+    store.host.remove([two.key])
+    until = time.time() + 1000
+    assert store.pin([one.key, two.key, gone.key], until) == {one.key, two.key}
+    assert {i.key for i in disk.scan() if i.pinned_until == until} == {one.key, two.key}
+    assert store.pinned_bytes(one.key.scope) == store.pinned_bytes() == SIZE
+    for number in range(10, 20):
+        store.put(record(number, store.scope("t")), wait=True)
+    assert store.host.contains(one.identity)
+    assert store.unpin([one.key, two.key]) == {one.key, two.key}
+    assert store.unpin([one.key, two.key]) == set()
+    with pytest.raises(InvalidOption):
+        store.pin([one.key], time.time() - 1)
+    store.close()
+
+
+def test_a_pin_that_fits_nowhere_is_refused() -> None:
+    store = store_of(MemoryBlobs(), host=int(1.5 * SIZE))
+    one = record(1, store.scope("t"))
+    store.put(one)
+    with pytest.raises(PinQuotaExceeded):
+        store.pin([one.key], time.time() + 1000)
+    assert store.pinned_bytes() == 0
 
 
 def wait_for(what: Callable[[], T]) -> T:

@@ -183,7 +183,9 @@ class _Import:
             check_content(header, _slices(value))
         except TierError as error:
             return error.reason
-        hints = PutHints(header.prefill_ms, header.num_tokens, epoch)
+        if header.expires <= time.time():
+            return "expired"
+        hints = PutHints(header.prefill_ms, header.num_tokens, epoch, header.expires)
         try:
             blobs.put(key, value, hints, time.monotonic() + _WRITE_SECONDS)
         except Rejected as error:

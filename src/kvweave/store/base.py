@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from blake3 import blake3
 from torch import Tensor
 
 from kvweave.core.keys import ChunkIdentity, ChunkKey, Scope
 from kvweave.core.plan import LayerReader
+from kvweave.errors import PinQuotaExceeded
 
 LOG = logging.getLogger("kvweave.store")
 
@@ -26,6 +28,7 @@ MissReason = Literal[
     "absent",  # never stored here, as far as anyone knows
     "evicted",  # was here, made room for others
     "deleted",  # removed on request, or its tenant was erased
+    "expired",  # outlived the time it was stored for
     "version",  # written in a format this version doesn't read
     "key",  # another record under this name
     "fingerprint",  # another model
@@ -39,6 +42,8 @@ MissReason = Literal[
     "no_memory",  # no room for the bytes in memory
     "busy",  # the medium is locked by others
 ]
+Reach = Literal["all", "memory"]
+"""Which tiers a record may go to: any, or host memory alone."""
 MISS_REASONS: tuple[str, ...] = get_args(MissReason)
 DAMAGED: frozenset[MissReason] = frozenset({"key", "fingerprint", "tokens", "layout", "checksum", "short"})
 """Reasons that say a value is wrong for good: trying again won't help."""
@@ -62,10 +67,12 @@ class Rejected(Exception):
 
 @contextmanager
 def contained(tier: str) -> Iterator[None]:
-    """What a medium raises is a ``TierError`` or ``Rejected``: neither a bug in one nor nonsense it got ends a request."""
+    """What a medium raises is a ``TierError``, ``Rejected`` or, for pins, ``PinQuotaExceeded``: neither a bug in one nor
+    nonsense it got ends a request.
+    """
     try:
         yield
-    except (TierError, Rejected):
+    except (TierError, Rejected, PinQuotaExceeded):
         raise
     except MemoryError as error:
         raise TierError("no_memory") from error
@@ -110,6 +117,8 @@ class ChunkRecord:
     values: tuple[Tensor, ...]
     prefill_ms: float = 0.0
     """What computing it took: the time a hit may save."""
+    expires: float = math.inf
+    """Unix time from which on it isn't served any more."""
     tier: str = "host"
 
     @property
@@ -176,6 +185,8 @@ class PutHints:
     tokens: int = 0
     epoch: int = 0
     """The tenant's epoch when the record was computed; a medium that knows a later one refuses the write as ``stale``."""
+    expires: float = math.inf
+    """Unix time from which on the medium may forget it."""
 
 
 class Upper(Protocol):
@@ -222,7 +233,10 @@ class Blobs(Protocol):
         ...
 
     def contains(self, key: ChunkKey, deadline: float) -> bool:
-        """True if there is a value; not a use, never waits longer than the deadline."""
+        """True if there is a value that hasn't expired; not a use, never waits longer than the deadline.
+
+        A medium that can't tell cheaply whether one has expired says that it is there.
+        """
         ...
 
     def was_evicted(self, key: ChunkKey) -> bool:
@@ -230,7 +244,9 @@ class Blobs(Protocol):
         ...
 
     def put(self, key: ChunkKey, value: memoryview, hints: PutHints, deadline: float) -> None:
-        """Store a value; it becomes visible whole or not at all. Storing what is there already is a success."""
+        """Store a value; it becomes visible whole or not at all. Storing what is there already is a success, and changes
+        nothing unless that has expired.
+        """
         ...
 
     def discard(self, key: ChunkKey, reason: MissReason) -> None:
@@ -262,6 +278,19 @@ class Blobs(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Pinning(Protocol):
+    """A medium that evicts by rules of its own, from which a value can be kept. Methods raise ``TierError``."""
+
+    def pin(self, key: ChunkKey, until: float, owner: str) -> bool:
+        """Keep a value until a Unix time; False if there is none. Raises ``PinQuotaExceeded``."""
+        ...
+
+    def unpin(self, key: ChunkKey) -> bool:
+        """True if it was pinned."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -305,9 +334,11 @@ class StoreStats:
     misses: int
     evictions: int
     refused: int
-    """Records larger than the whole budget, which were not stored."""
+    """Records that were not stored: larger than the whole budget, or than what pins left of it."""
     reasons: dict[str, int] = field(default_factory=dict)
     """Misses by reason."""
+    pins: int = 0
+    pinned_bytes: int = 0
 
 
 class ChunkStore(Protocol):
@@ -327,8 +358,10 @@ class ChunkStore(Protocol):
         """Each on its own: a miss never hides a later hit. What is found was checked against its identity."""
         ...
 
-    def put(self, record: ChunkRecord, *, wait: bool = False) -> bool:
-        """Store a record; False if no tier can hold it. ``wait``: for room in the queue to slower tiers."""
+    def put(self, record: ChunkRecord, *, wait: bool = False, expires: float | None = None, tiers: Reach = "all") -> bool:
+        """Store a record; False if no tier can hold it. ``wait``: for room in the queue to slower tiers. ``expires``: the
+        Unix time from which on no tier serves it; a tier that holds it already keeps it for as long as it said then.
+        """
         ...
 
     def wait_for_room(self) -> None:
@@ -339,8 +372,23 @@ class ChunkStore(Protocol):
         """True if a tier holds the record; neither counted nor a use."""
         ...
 
-    def keep(self, identity: ChunkIdentity, *, wait: bool = False) -> bool:
-        """True if a tier holds the record; slower tiers that lack it then get a copy."""
+    def keep(self, identity: ChunkIdentity, *, wait: bool = False, tiers: Reach = "all") -> bool:
+        """True if a tier holds the record; slower tiers that lack it then get a copy, if ``tiers`` has them."""
+        ...
+
+    def pin(self, keys: Iterable[ChunkKey], until: float) -> set[ChunkKey]:
+        """Keep records from eviction until a Unix time, in every tier that evicts by rules of its own; returns those that
+        are pinned in one or more. Records still on their way to a slower tier aren't pinned there. A pin outlives no
+        expiry. Raises ``PinQuotaExceeded`` if one of them could be pinned nowhere for want of room for pins.
+        """
+        ...
+
+    def unpin(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        """Those that were pinned."""
+        ...
+
+    def pinned_bytes(self, scope: bytes | None = None) -> int:
+        """What pins hold in host memory: of one scope, or of all."""
         ...
 
     def scope(self, tenant: str) -> Scope:

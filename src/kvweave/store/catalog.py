@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
-from kvweave.errors import StoreError
+from kvweave.errors import PinQuotaExceeded
 from kvweave.store.base import TierError
 from kvweave.store.catalog_db import Database
 from kvweave.store.eviction import Entry, Limits, Need, decayed
@@ -195,7 +195,7 @@ class Catalog:
     # Pins
 
     def pin(self, name: str, until: float, owner: str, now: float, most: int | None) -> bool:
-        """Keep a record from eviction; False if there is none. Raises ``StoreError`` if pins would exceed ``most`` bytes."""
+        """Keep a record from eviction; False if there is none. Raises ``PinQuotaExceeded`` above ``most`` bytes."""
 
         def work(db: sqlite3.Connection) -> bool:
             self._sync(db, name)
@@ -205,7 +205,9 @@ class Catalog:
             pinned = "SELECT coalesce(sum(bytes), 0) FROM records WHERE pinned_until > ? AND name != ?"
             total = db.execute(pinned, (now, name)).fetchone()[0] + row[0]
             if most is not None and total > most:
-                raise StoreError(f"Pins would hold {total} bytes, of {most} allowed. Unpin something or raise the capacity.")
+                raise PinQuotaExceeded(
+                    f"Pins would hold {total} bytes, of {most} allowed. Unpin some or raise the capacity."
+                )
             db.execute("UPDATE records SET pinned_until = ?, pin_owner = ? WHERE name = ?", (until, owner, name))
             return True
 

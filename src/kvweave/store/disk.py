@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from kvweave.core.keys import ChunkKey
-from kvweave.errors import InvalidOption, StoreError
+from kvweave.errors import InvalidOption
 from kvweave.store.aligned import DIRECT, BufferPool, FileBlob, direct_works
 from kvweave.store.base import BlobInfo, MissReason, PutHints, Rejected, TierError
 from kvweave.store.catalog import Catalog, Usage
@@ -36,9 +36,10 @@ from kvweave.store.disk_room import Reads, Room
 from kvweave.store.disk_stats import COUNTED, REASONS, Counts, DiskStats
 from kvweave.store.disk_upkeep import COUNT_SECONDS, Upkeep
 from kvweave.store.disk_writer import Writer
-from kvweave.store.eviction import Entry, Limits, Quota, make_policy
-from kvweave.store.files import FULL, READ_ONLY, Files, scope_of, size_of, unlink
+from kvweave.store.eviction import Entry, Limits, Quota, check_pin, make_policy
+from kvweave.store.files import FULL, READ_ONLY, Files, first_bytes, scope_of, unlink
 from kvweave.store.folder import Epochs, Owners, prepare_root
+from kvweave.store.record import PROLOGUE, expiry
 
 
 class DiskBlobs:
@@ -139,10 +140,13 @@ class DiskBlobs:
         return FileBlob(descriptor, size, self._direct, self._pool, self._reads.measured)
 
     def contains(self, key: ChunkKey, deadline: float = float("inf")) -> bool:
+        if key.name in self._refused:
+            return False
         try:
-            return key.name not in self._refused and size_of(self._files.record(key.name)) is not None
+            first = first_bytes(self._files.record(key.name), PROLOGUE)
         except OSError as error:
             raise self._failed(error) from error
+        return first is not None and expiry(first) > time.time()
 
     def was_evicted(self, key: ChunkKey) -> bool:
         """By this process, or by others before it started; the last ``GHOSTS`` of them."""
@@ -161,7 +165,7 @@ class DiskBlobs:
         try:
             if self._parts is None:
                 raise Rejected("read_only")
-            new = self._parts.writer.put(key, value.cast("B"), hints, deadline, replace=key.name in self._refused)
+            new = self._parts.writer.put(key, value.cast("B"), hints, deadline, there=self.contains(key))
         except Rejected as error:
             self._counts.add(error.reason)
             raise
@@ -252,14 +256,10 @@ class DiskBlobs:
         return found
 
     def pin(self, key: ChunkKey, until: float, owner: str) -> bool:
-        """Keep a record from eviction until a Unix time; False if there is none. At most half of the capacity is pinned."""
-        now = time.time()
-        if not now < until < float("inf"):
-            raise InvalidOption(f"A pin must end some time from now on, not at {until}. Give an expiry in Unix seconds.")
-        if self._parts is None:
-            raise StoreError(f"{self._files.folder} is read-only: nothing is evicted there, and nothing can be pinned.")
-        capacity = self.capacity
-        return self._parts.catalog.pin(key.name, until, owner, now, None if capacity is None else capacity // 2)
+        """See ``Pinning.pin``. At most half of the capacity is pinned. Raises ``InvalidOption`` for an end that is over."""
+        check_pin(until)
+        catalog, capacity = self._writable().catalog, self.capacity
+        return catalog.pin(key.name, until, owner, time.time(), None if capacity is None else capacity // 2)
 
     def unpin(self, key: ChunkKey) -> bool:
         """True if it was pinned."""

@@ -12,7 +12,7 @@ from kvweave.store.catalog import Catalog, Claim, Uncounted
 from kvweave.store.disk_cleanup import Cleanup
 from kvweave.store.disk_room import Room
 from kvweave.store.disk_upkeep import Upkeep
-from kvweave.store.files import TEMP, Files, make_folders, size_of, sync_folder, unlink
+from kvweave.store.files import TEMP, Files, make_folders, sync_folder, unlink
 from kvweave.store.folder import Epochs
 
 
@@ -42,10 +42,10 @@ class Writer:
         self._durable = durable
         self._numbers = itertools.count()
 
-    def put(self, key: ChunkKey, value: memoryview, hints: PutHints, deadline: float, replace: bool) -> bool:
-        """False if there is one already that isn't to be replaced. Raises ``Rejected``, ``TierError`` and ``OSError``."""
+    def put(self, key: ChunkKey, value: memoryview, hints: PutHints, deadline: float, there: bool) -> bool:
+        """False if ``there`` is one already that is good. Raises ``Rejected``, ``TierError`` and ``OSError``."""
         self._refuse_stale(key.scope, hints.epoch)
-        if not replace and size_of(self._files.record(key.name)) is not None:
+        if there:
             return False
         self._upkeep.wait_until_counted(deadline)
         temp = f"{os.path.dirname(key.name)}/{TEMP}{self._owner}-{next(self._numbers):x}"

@@ -5,6 +5,8 @@ Nothing here does I/O. Sizes are in bytes, times in Unix seconds unless the name
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -34,6 +36,12 @@ class Entry(NamedTuple):
     clock: float
     """The policy's clock at the last use."""
     pinned_until: float
+
+
+def check_pin(until: float) -> None:
+    """Raises ``InvalidOption`` unless a pin until then has an end, and one that isn't over."""
+    if not time.time() < until < math.inf:
+        raise InvalidOption(f"A pin must end some time from now on, not at {until}. Give an expiry in Unix seconds.")
 
 
 class EvictionPolicy(Protocol):

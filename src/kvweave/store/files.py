@@ -136,6 +136,18 @@ def size_of(path: str) -> int | None:
         return None
 
 
+def first_bytes(path: str, length: int) -> bytes | None:
+    """At most ``length`` bytes from the start of a file; None if there is no such file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        return os.pread(descriptor, length, 0)
+    finally:
+        os.close(descriptor)
+
+
 def unlink(path: str) -> bool:
     """True if there was such a file."""
     try:

@@ -10,10 +10,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
 from kvweave.core.keys import ChunkKey
-from kvweave.store.base import Blob, BlobInfo, Blobs, MissReason, PutHints, Rejected, TierError
+from kvweave.errors import PinQuotaExceeded
+from kvweave.store.base import Blob, BlobInfo, Blobs, MissReason, Pinning, PutHints, Rejected, TierError
 from kvweave.store.memory_blobs import erase_listed
 
 State = Literal["closed", "open", "half_open"]
@@ -158,7 +160,7 @@ class Guarded:
         self._call(lambda: self.blobs.put(key, value, hints, deadline), deadline)
 
     def discard(self, key: ChunkKey, reason: MissReason) -> None:
-        self._call(lambda: self.blobs.discard(key, reason), self._clock() + self._patience)
+        self._at_once(partial(self.blobs.discard, key, reason))
 
     def delete(self, keys: Iterable[ChunkKey], deadline: float) -> int:
         """After a retry the count may lack what the failed call had removed already."""
@@ -190,11 +192,21 @@ class Guarded:
     def raise_epoch(self, scope: bytes, epoch: int, deadline: float) -> None:
         self._call(lambda: self.blobs.raise_epoch(scope, epoch, deadline), deadline)
 
+    def pin(self, key: ChunkKey, until: float, owner: str) -> bool:
+        return isinstance(self.blobs, Pinning) and self._at_once(partial(self.blobs.pin, key, until, owner))
+
+    def unpin(self, key: ChunkKey) -> bool:
+        return isinstance(self.blobs, Pinning) and self._at_once(partial(self.blobs.unpin, key))
+
     def ping(self, deadline: float) -> None:
         self._call(lambda: self.blobs.ping(deadline), deadline)
 
     def close(self) -> None:
         self.blobs.close()
+
+    def _at_once(self, work: Callable[[], T]) -> T:
+        """For what has no deadline of its own."""
+        return self._call(work, self._clock() + self._patience)
 
     def _call(self, work: Callable[[], T], deadline: float) -> T:
         """``work()``, again if that may help; raises its last ``TierError`` or ``Rejected``."""
@@ -226,7 +238,7 @@ class Guarded:
             elif error.reason == "deadline" and self._clock() - started >= self._patience:
                 outcome = "timed_out"
             raise
-        except Rejected:
+        except (Rejected, PinQuotaExceeded):
             outcome = "ok"
             raise
         finally:

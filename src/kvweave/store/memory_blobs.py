@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
@@ -49,6 +50,7 @@ class MemoryBlobs:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: dict[ChunkKey, bytes] = {}
+        self._expires: dict[ChunkKey, float] = {}
         self._epochs: dict[bytes, int] = {}
 
     def open(self, key: ChunkKey, deadline: float) -> BytesBlob | None:
@@ -58,7 +60,7 @@ class MemoryBlobs:
 
     def contains(self, key: ChunkKey, deadline: float) -> bool:
         with self._lock:
-            return key in self._values
+            return key in self._values and self._expires[key] > time.time()
 
     def was_evicted(self, key: ChunkKey) -> bool:
         return False
@@ -69,6 +71,7 @@ class MemoryBlobs:
             if self._epochs.get(key.scope, 0) > hints.epoch:
                 raise Rejected("stale")
             self._values[key] = copy
+            self._expires[key] = hints.expires
 
     def discard(self, key: ChunkKey, reason: MissReason) -> None:
         with self._lock:

@@ -102,7 +102,11 @@ class StoreCollector(Collector):
         out.gauge("bytes", _BYTES, stats.bytes, tier=tier)
         out.gauge("capacity_bytes", _CAPACITY, stats.budget, tier=tier)
         out.count("evictions", _EVICTIONS, stats.evictions, tier=tier, reason="capacity")
-        out.count("refused", "Records larger than all of host memory's budget.", stats.refused, tier=tier)
+        out.count(
+            "refused", "Records for which host memory's budget, less its pins, is too small.", stats.refused, tier=tier
+        )
+        out.gauge("pins", _PINS, stats.pins, tier=tier)
+        out.gauge("pinned_bytes", _PINNED_BYTES, stats.pinned_bytes, tier=tier)
         out.gauge("tier_up", _UP, 1, tier=tier)
 
 
@@ -171,8 +175,8 @@ def _disk(out: _Families, tier: str, stats: DiskStats) -> None:
     out.count("evictions", _EVICTIONS, stats.capacity_evictions, tier=tier, reason="capacity")
     out.count("evictions", _EVICTIONS, stats.quota_evictions, tier=tier, reason="quota")
     out.count("evicted_bytes", "Bytes that made room for others.", stats.evicted_bytes, tier=tier)
-    out.gauge("pins", "Records that are kept from eviction.", stats.pins, tier=tier)
-    out.gauge("pinned_bytes", "Their bytes.", stats.pinned_bytes, tier=tier)
+    out.gauge("pins", _PINS, stats.pins, tier=tier)
+    out.gauge("pinned_bytes", _PINNED_BYTES, stats.pinned_bytes, tier=tier)
     out.count("put_duplicates", "Writes of what was there already; puts has them as ok.", stats.duplicates, tier=tier)
     out.count("errors", "Failed operations of the medium.", stats.errors, tier=tier)
     out.count("index_rebuilds", "How often the catalogue was found damaged.", stats.rebuilds, tier=tier)
@@ -184,5 +188,7 @@ _RECORDS = "Records held now."
 _BYTES = "Bytes held now, with those being written."
 _CAPACITY = "Most bytes it may hold."
 _EVICTIONS = "Records that made room for others."
+_PINS = "Records that are kept from eviction."
+_PINNED_BYTES = "Their bytes."
 _BANDWIDTH = "Bytes of all loads so far over the time of one I/O thread, times the threads."
 _UP = "0 while the tier can't be used."

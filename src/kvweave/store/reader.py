@@ -316,7 +316,7 @@ class RecordReader:
             keys, values = tuple(k for k, _ in pairs), tuple(v for _, v in pairs)
             self._kept = None
             self._promoted = True
-            self._source.promote(ChunkRecord(header.identity, keys, values, header.prefill_ms))
+            self._source.promote(ChunkRecord(header.identity, keys, values, header.prefill_ms, header.expires))
 
 
 def read_unit(source: Source, unit: Unit, extents: Extents, deadline: float, *, copy: bool = True) -> dict[int, KV]:

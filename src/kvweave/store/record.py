@@ -1,8 +1,8 @@
 """The record format: one chunk's KV as one string of bytes, the same on every medium. Version 1, little-endian.
 
 ======================  ===========================================================================================
-prologue, 64 bytes      magic, version, lengths of the header and of its JSON part, total length, content key, digest
-                        of the header
+prologue, 64 bytes      magic, version, lengths of the header and of its JSON part, Unix time from which on it isn't
+                        served (0: never), total length, content key, digest of the header
 header                  JSON (fingerprint, counts, layers, dtype, codec, order, offsets, ...), then tables: token ids
                         u32[n], anchor ids u32[a], perm u32[n] (stored row -> token), digests 16 B [layers, groups]
 sections                one a layer, ascending, each at a multiple of 4,096; rows in ``perm`` order
@@ -47,6 +47,7 @@ LARGEST_HEADER = 64 * 2**20
 LARGEST_TEXT = 2**20
 """Bytes of JSON: parsed, it takes many times its length in memory."""
 _PROLOGUE = struct.Struct("<8sIIIIQ16s16s")
+PROLOGUE = _PROLOGUE.size
 _DIGEST = 16
 SCOPE_BYTES = 8
 _NONSENSE = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
@@ -70,6 +71,8 @@ class Header:
     offsets: tuple[int, ...]
     """Where each layer's section starts."""
     total: int
+    expires: float
+    """Unix time, in whole seconds; infinity: never."""
     prefill_ms: float
     created: float
     writer: str
@@ -128,7 +131,8 @@ def encode(
             digests[layer, group] = np.frombuffer(xxh3_128_digest(part.data), np.uint8)
     ids = (np.asarray(x, "<u4").tobytes() for x in (identity.token_ids, identity.anchor_ids, perm))
     body = b"".join([text, *ids, digests.tobytes()])
-    fixed = (MAGIC, VERSION, header, len(text), 0, starts[-1], identity.key.content)
+    expires = 0 if math.isinf(record.expires) else min(max(1, int(record.expires)), 2**32 - 1)
+    fixed = (MAGIC, VERSION, header, len(text), expires, starts[-1], identity.key.content)
     digest = _header_digest(_PROLOGUE.pack(*fixed, bytes(_DIGEST)), body)
     view[: starts[0]] = (_PROLOGUE.pack(*fixed, digest) + body).ljust(starts[0], b"\0")
     return view
@@ -158,12 +162,19 @@ def header_length(first: memoryview, size: int) -> int:
     return _prologue(first, size)[2]
 
 
+def expiry(first: bytes) -> float:
+    """When a value with these first bytes, ``PROLOGUE`` of them or more, expires; infinity too where they make no sense."""
+    if len(first) < PROLOGUE or not first.startswith(MAGIC):
+        return math.inf
+    return float(_PROLOGUE.unpack_from(first)[4]) or math.inf
+
+
 def decode_header(data: memoryview, size: int, expected: ChunkKey | None = None) -> Header:
     """Parse and check the header of a value of ``size`` bytes; ``data`` holds it. Raises ``TierError``, nothing else.
 
     ``expected`` is the key the value was found under; None (a file of unknown origin) takes the key from the header.
     """
-    _, _, length, text_length, _, total, content, digest = _prologue(data, size)
+    _, _, length, text_length, expires, total, content, digest = _prologue(data, size)
     if len(data) < length:
         raise TierError("short", f"{len(data)} of {length} header bytes")
     fixed = bytes(data[: _PROLOGUE.size - _DIGEST]) + bytes(_DIGEST)
@@ -171,7 +182,7 @@ def decode_header(data: memoryview, size: int, expected: ChunkKey | None = None)
     if _header_digest(fixed, body) != digest:
         raise TierError("checksum", "header")
     try:
-        header = _parse(body, text_length, total, content)
+        header = _parse(body, text_length, total, content, expires or math.inf)
     except _NONSENSE as error:
         raise TierError("layout", str(error)) from None
     if expected is not None and header.identity.key != expected:
@@ -212,7 +223,7 @@ def _prologue(first: memoryview, size: int) -> tuple[Any, ...]:
     return fields
 
 
-def _parse(body: bytes, text_length: int, total: int, content: bytes) -> Header:
+def _parse(body: bytes, text_length: int, total: int, content: bytes, expires: float) -> Header:
     about = json.loads(body[:text_length])
     n, anchor, group = int(about["tokens"]), int(about["anchor"]), int(about["group"])
     layers = tuple(LayerRows(*(int(x) for x in layer)) for layer in about["layers"])
@@ -251,6 +262,7 @@ def _parse(body: bytes, text_length: int, total: int, content: bytes) -> Header:
         digests=np.frombuffer(body[at[3] :], np.uint8).reshape(len(layers), groups, _DIGEST),
         offsets=tuple(starts[:-1]),
         total=total,
+        expires=expires,
         prefill_ms=prefill_ms,
         created=created,
         writer=str(about["writer"]),

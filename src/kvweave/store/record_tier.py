@@ -8,7 +8,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +25,7 @@ from kvweave.store.base import (
     ChunkRecord,
     Miss,
     MissReason,
+    Pinning,
     PutHints,
     Rejected,
     TierError,
@@ -39,6 +40,7 @@ from kvweave.store.record import FIRST_READ, Header, check_identity, decode_head
 LOG = logging.getLogger("kvweave.store")
 Promote = Callable[[ChunkRecord], object]
 PromoteLater = Callable[["RecordTier", ChunkIdentity], None]
+_RETRACT = 1.0  # seconds for taking away what turned out to be damaged while it was read
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Seconds; upper bounds of the classes of ``Times``, a last one without a bound behind them."""
 
@@ -91,7 +93,7 @@ class TierCounters:
     damaged: Counter[MissReason] = field(default_factory=Counter)
     """Records that were found to be wrong for good."""
     discards_failed: int = 0
-    """Damaged records that the medium couldn't take away."""
+    """Damaged or expired records that the medium couldn't take away."""
 
     def copy(self) -> TierCounters:
         return copy.deepcopy(self)
@@ -133,7 +135,7 @@ class OpenRecord:
         for unit in units:
             kv |= read_unit(self._source, unit, extents, deadline)
         keys, values = (tuple(kv[i][j] for i in range(layers)) for j in (0, 1))
-        return ChunkRecord(header.identity, keys, values, header.prefill_ms)
+        return ChunkRecord(header.identity, keys, values, header.prefill_ms, header.expires)
 
     def close(self) -> None:
         for reader in self._readers:
@@ -194,7 +196,7 @@ class RecordTier:
                 opened = self._open(wanted, deadline)
                 gone = opened is None and self.blobs.was_evicted(wanted.key)
         except TierError as error:
-            self._damaged(wanted.key, error.reason)
+            self._retract(wanted.key, error.reason, deadline)
             return self.missed(error.reason, len(wanted.token_ids))
         if opened is None:
             return self.missed("evicted" if gone else "absent", len(wanted.token_ids))
@@ -210,7 +212,7 @@ class RecordTier:
             header=header,
             blob=blob,
             min_read=self.blobs.min_read,
-            damaged=partial(self._damaged, wanted.key),
+            damaged=lambda reason: self._retract(wanted.key, reason, time.monotonic() + _RETRACT),
             finished=partial(self._count_load, header),
             promote=None if promote is None else partial(self._promote, promote.put),
             promote_later=None if promote_later is None else partial(promote_later, self, wanted),
@@ -225,6 +227,24 @@ class RecordTier:
             LOG.warning("tier %s can't tell whether it holds a record: %s", self.name, error)
             return False
 
+    def pin(self, keys: Iterable[ChunkKey], until: float, owner: str, deadline: float) -> set[ChunkKey]:
+        """Those that are pinned now. Raises ``PinQuotaExceeded`` if one couldn't be for want of room for pins."""
+        return self._each(keys, lambda medium, key: medium.pin(key, until, owner), deadline)
+
+    def unpin(self, keys: Iterable[ChunkKey], deadline: float) -> set[ChunkKey]:
+        """Those that were pinned."""
+        return self._each(keys, lambda medium, key: medium.unpin(key), deadline)
+
+    def _each(self, keys: Iterable[ChunkKey], work: Callable[[Pinning, ChunkKey], bool], deadline: float) -> set[ChunkKey]:
+        medium = self.blobs
+        if not isinstance(medium, Pinning):
+            return set()
+        try:
+            return self.medium.call(lambda: {key for key in keys if work(medium, key)}, deadline)
+        except TierError as error:
+            LOG.warning("tier %s can't change pins: %s", self.name, error)
+            return set()
+
     def read_into(self, identity: ChunkIdentity, take: Promote, deadline: float) -> None:
         """Read a whole record on this thread; what goes wrong is counted."""
         found = self.open(identity, deadline)
@@ -235,7 +255,7 @@ class RecordTier:
                 record = found.read_all(deadline)
             self._promote(take, record)
         except TierError as error:
-            self._damaged(identity.key, error.reason)
+            self._retract(identity.key, error.reason, deadline)
             self._count_load(found.header, LoadResult(error.reason, whole=True))
         finally:
             found.close()
@@ -304,18 +324,23 @@ class RecordTier:
                 first = bytes(data)
         header = decode_header(memoryview(first), size, wanted.key)
         check_identity(header, wanted)
+        if header.expires <= time.time():
+            raise TierError("expired")
         if header.layers != self._layers or header.dtype != self._dtype or header.codec != self._codec:
             raise TierError("layout", "another model's shapes")
         return header
 
-    def _damaged(self, key: ChunkKey, reason: MissReason) -> None:
-        """Retract what is wrong for good, so that the next lookup misses at once and the record can be written anew."""
-        if reason not in DAMAGED:
+    def _retract(self, key: ChunkKey, reason: MissReason, deadline: float) -> None:
+        """Take away what is wrong for good or has expired: the next lookup misses at once, and it can be written anew."""
+        if reason != "expired" and reason not in DAMAGED:
             return
-        with self._lock:
-            self.counters.damaged[reason] += 1
         try:
             with contained(self.name):
+                if reason == "expired":
+                    self.blobs.delete([key], deadline)
+                    return
+                with self._lock:
+                    self.counters.damaged[reason] += 1
                 self.blobs.discard(key, reason)
         except TierError:
             with self._lock:

@@ -98,7 +98,8 @@ class RedisBlobs:
             if int(pipe.get(epoch_name) or 0) > hints.epoch:
                 raise Rejected("stale")
             pipe.multi()
-            pipe.set(_name(key), value, px=self._ttl_ms, nx=True)  # never under a reader of another writer's
+            life = min(self._ttl_ms, max(1, round(1000 * (min(hints.expires, 2**33) - time.time()))))
+            pipe.set(_name(key), value, px=life, nx=True)  # never under a reader of another writer's
             try:
                 pipe.execute()
             except self._errors.WatchError:

@@ -27,6 +27,7 @@ LARGEST = 5 * 2**30
 """Bytes of the largest object that S3 takes in one PUT."""
 _FIRST = 64 * 1024
 """Bytes fetched on opening: the header of a record, for the price of a request that is needed anyway."""
+_EXPIRES = "kvweave-expires"
 _RACES = 8
 
 
@@ -78,10 +79,12 @@ class S3Blobs:
 
     def contains(self, key: ChunkKey, deadline: float) -> bool:
         try:
-            self._call(lambda: self._store.head_async(self._path(key)), deadline, self._timeout)
+            found = self._call(
+                lambda: self._store.get_async(self._path(key), options={"head": True}), deadline, self._timeout
+            )
         except _Absent:
             return False
-        return True
+        return float(found.attributes.get(_EXPIRES, math.inf)) > time.time()
 
     def was_evicted(self, key: ChunkKey) -> bool:
         """Whoever makes room there doesn't tell."""
@@ -93,7 +96,8 @@ class S3Blobs:
         if self.epoch(key.scope, deadline) > hints.epoch:
             raise Rejected("stale")
         path = self._path(key)
-        self._call(lambda: self._store.put_async(path, value, use_multipart=False), deadline)
+        attributes = {} if math.isinf(hints.expires) else {_EXPIRES: str(hints.expires)}
+        self._call(lambda: self._store.put_async(path, value, attributes=attributes, use_multipart=False), deadline)
         # The tenant may have been erased while the value was on its way, after the erasing listed what there was.
         if self.epoch(key.scope, deadline) > hints.epoch:
             self._call(lambda: self._store.delete_async(path), deadline)

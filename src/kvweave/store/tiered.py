@@ -19,18 +19,21 @@ from functools import partial
 
 from kvweave.core.keys import ChunkIdentity, ChunkKey, Scope
 from kvweave.core.spec import KVLayout
+from kvweave.errors import PinQuotaExceeded
 from kvweave.store.base import (
     Blobs,
     ChunkRecord,
     EraseReceipt,
     Miss,
     PutHints,
+    Reach,
     StoredChunk,
     StoreStats,
     TierError,
 )
 from kvweave.store.codec import CodecName, round_trip
 from kvweave.store.erasure import Eraser
+from kvweave.store.eviction import check_pin
 from kvweave.store.host import HostStore
 from kvweave.store.io_pool import IOPool, Staging
 from kvweave.store.ranking import Ranking, TextOrder
@@ -161,13 +164,17 @@ class TieredStore:
         upper = _Upper(self.host, lambda: self._eraser.known_epoch(scope) == epoch)
         return tier.find(wanted, deadline, upper, partial(self._promote_later, upper))
 
-    def put(self, record: ChunkRecord, *, wait: bool = False) -> bool:
+    def put(self, record: ChunkRecord, *, wait: bool = False, expires: float | None = None, tiers: Reach = "all") -> bool:
+        if expires is not None:
+            record = dataclasses.replace(record, expires=expires)
         kept = record
         if self.options.codec != "raw":  # all tiers must return the same numbers
             keys, values = round_trip(record.keys, record.values, self.options.codec)
             kept = dataclasses.replace(record, keys=keys, values=values)
         epoch = record.identity.epoch
         held = self._eraser.known_epoch(record.key.scope) == epoch and self.host.put(kept)
+        if tiers == "memory":
+            return held
         return self._write(record, epoch, wait=wait) or held  # what was computed before an erasure is refused by the media
 
     def wait_for_room(self) -> None:
@@ -177,7 +184,9 @@ class TieredStore:
     def contains(self, identity: ChunkIdentity) -> bool:
         return self.host.contains(identity) or any(self._holds(tier, identity) for tier in self.tiers)
 
-    def keep(self, identity: ChunkIdentity, *, wait: bool = False) -> bool:
+    def keep(self, identity: ChunkIdentity, *, wait: bool = False, tiers: Reach = "all") -> bool:
+        if tiers == "memory":
+            return self.contains(identity)
         record = self.host.peek(identity.key)
         if record is not None:
             self._write(record, identity.epoch, wait=wait)
@@ -186,6 +195,29 @@ class TieredStore:
         if holding and len(holding) < len(self.tiers):
             self._copy_later(holding[0], identity)
         return bool(holding)
+
+    def pin(self, keys: Iterable[ChunkKey], until: float) -> set[ChunkKey]:
+        check_pin(until)
+        wanted, pinned, full = set(keys), set[ChunkKey](), None
+        deadline = time.monotonic() + self.options.lookup_timeout
+        pins = [partial(self.host.pin, wanted, until)]
+        pins += [partial(tier.pin, wanted, until, self.options.writer, deadline) for tier in self.tiers]
+        for pin in pins:
+            try:
+                pinned |= pin()
+            except PinQuotaExceeded as error:
+                full = error
+        if full is not None and pinned < wanted:
+            raise full
+        return pinned
+
+    def unpin(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        wanted = set(keys)
+        deadline = time.monotonic() + self.options.lookup_timeout
+        return self.host.unpin(wanted).union(*(tier.unpin(wanted, deadline) for tier in self.tiers))
+
+    def pinned_bytes(self, scope: bytes | None = None) -> int:
+        return self.host.pinned_bytes(scope)
 
     def remove(self, keys: Iterable[ChunkKey]) -> int:
         wanted = set(keys)
@@ -277,7 +309,7 @@ def _writer(tier: RecordTier, ranking: Ranking, options: TierOptions) -> Callabl
         if not hasattr(own, "buffer"):
             own.buffer = EncodeBuffer()
         value = encode(record, ranking, options.codec, options.writer, own.buffer)
-        hints = PutHints(record.prefill_ms, len(record.identity.token_ids), epoch)
+        hints = PutHints(record.prefill_ms, len(record.identity.token_ids), epoch, record.expires)
         if not tier.put(record.key, value, hints, time.monotonic() + options.write_timeout):
             own.buffer.abandon()  # a medium that gave up may still be sending it
 
@@ -286,5 +318,5 @@ def _writer(tier: RecordTier, ranking: Ranking, options: TierOptions) -> Callabl
 
 def _tells_more(answer: Miss, before: Miss) -> bool:
     """A failure tells more than an eviction, that more than an absence."""
-    rank = {"absent": 0, "evicted": 1, "deleted": 1}
+    rank = {"absent": 0, "evicted": 1, "deleted": 1, "expired": 1}
     return rank.get(answer.reason, 2) > rank.get(before.reason, 2)
