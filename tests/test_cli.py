@@ -394,14 +394,14 @@ def test_an_interrupt_frees_every_slot(ask: Callable[..., Ran], monkeypatch: pyt
 
     def interrupted(self: LLM, *args: Any, **options: Any) -> Any:
         seen.append(self)
-        run, calls = self.engine.executor.run, iter(range(9))
+        wait, calls = self.loop._next, iter(range(9))
 
-        def stop(plans: Any) -> Any:
+        def stop(pieces: Any) -> Any:
             if next(calls) == 1:
                 raise KeyboardInterrupt
-            return run(plans)
+            return wait(pieces)
 
-        monkeypatch.setattr(self.engine.executor, "run", stop)
+        monkeypatch.setattr(self.loop, "_next", stop)
         return precompute(self, *args, **options)
 
     monkeypatch.setattr(LLM, "precompute", interrupted)

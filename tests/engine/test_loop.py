@@ -182,3 +182,19 @@ def test_five_hundred_requests_with_cancellations_leave_nothing_behind() -> None
     assert loop.call(lambda engine: engine.allocator.num_free) == 600
     assert cancelled > 100
     loop.close()
+
+
+def test_a_step_that_always_fails_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab()
+    loop = EngineLoop(lab.engine)
+
+    def broken() -> None:
+        raise ValueError("a bug in the scheduler")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lab.engine, "step", broken)
+        with pytest.raises(RequestAborted, match="a bug in the scheduler"):
+            loop.run([request(1)])
+    assert loop.run([request(1)])[0].output is not None, "the loop goes on"
+    loop.call(lambda engine: engine.check_integrity())
+    loop.close()

@@ -201,11 +201,19 @@ class EngineLoop:
             return False
         try:
             return bool(self.engine.step())
-        except Exception:  # its requests have been aborted, and hear of it
-            LOG.exception("a step of the engine failed")
+        except Exception as error:
+            LOG.debug("a step of the engine failed", exc_info=True)
+            self._blame(error)
             return True
         finally:
             self._deliver()
+
+    def _blame(self, error: Exception) -> None:
+        """A batch that failed has been aborted, and its requests hear of it. Where nobody was, all of them are: a step that
+        fails again and again would keep everybody waiting for ever."""
+        if not any(sequence.failure is not None for sequence in self._listeners):
+            for sequence in self._listeners:
+                self.engine.abort(sequence, f"the engine failed ({type(error).__name__}: {error})")
 
     def _deliver(self) -> None:
         """Hand out what the last step produced."""
