@@ -31,6 +31,11 @@ class Tokenizer:
         self.adds_bos = bool(self.bos_id is not None and self._encode_default("x")[:1] == [self.bos_id])
 
     @property
+    def backend(self) -> Any:
+        """The Hugging Face tokenizer, for this package alone."""
+        return self._tokenizer
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
