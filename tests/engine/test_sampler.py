@@ -148,7 +148,11 @@ def test_filters_filter() -> None:
     assert set(draws(top_k=1)) == {1}
     assert set(draws(top_p=0.5)) == {1, 4}  # the token that reaches p is kept
     assert set(draws(top_p=1e-6)) == {1}
-    assert set(draws(min_p=0.5)) == {1, 4}
+    assert set(draws(min_p=0.38)) == {1, 4}  # odds against the first: 0.61, 0.37, 0.14, 0.02
+    assert set(draws(min_p=0.36)) == {1, 4, 2}
+    assert set(draws(top_k=2, top_p=0.55)) == {1}  # a share of what the filters in front left
+    assert set(draws(min_p=0.38, top_p=0.6)) == {1}
+    assert set(draws(top_p=0.6)) == {1, 4}
     assert set(draws(min_p=1.0)) == {1}
 
 
