@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvweave.core.keys import ChunkIdentity, ModelFingerprint, Scope
 from kvweave.core.spec import KVLayout, LayerSpec
-from kvweave.store import erasure
+from kvweave.store import erasure, metrics
 from kvweave.store.base import MISS_REASONS, ChunkRecord, Miss, StoredChunk, TierError
 from kvweave.store.disk import DiskBlobs
 from kvweave.store.eviction import Quota
@@ -273,6 +274,17 @@ def test_a_medium_that_cannot_tell_is_down(store: TieredStore, monkeypatch: pyte
     at = scrape(store)
     assert at("tier_up", tier="disk") == 0
     assert at("tier_up", tier="memory") == 1
+
+
+def test_a_scrape_does_not_wait_for_a_medium_that_hangs(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    hung = threading.Event()
+    monkeypatch.setattr(metrics, "_PATIENCE", 0.05)
+    monkeypatch.setattr(DiskBlobs, "stats", lambda self: hung.wait(30))
+    for _ in range(3):
+        at = scrape(store)
+        assert at("tier_up", tier="disk") == 0
+        assert at("tier_up", tier="memory") == 1
+    hung.set()
 
 
 def test_nobody_is_named_and_nothing_is_global(store: TieredStore) -> None:

@@ -20,7 +20,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvweave.core.keys import ChunkIdentity, ModelFingerprint, Scope
 from kvweave.core.spec import KVLayout, LayerSpec
 from kvweave.errors import InvalidOption, LoadFailed, PinQuotaExceeded
-from kvweave.store import erasure, write_behind
+from kvweave.store import erasure, tiered, write_behind
+from kvweave.store import medium as medium_module
 from kvweave.store.base import MISS_REASONS, ChunkRecord, Miss, Reach, StoredChunk
 from kvweave.store.disk import DiskBlobs
 from kvweave.store.guard import Guarded
@@ -625,6 +626,47 @@ def test_a_tier_that_was_added_later_is_filled_from_the_others() -> None:
     found.close()
 
 
+def test_every_record_is_copied_to_a_tier_that_was_added_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, and however little room the write queue has."""
+    monkeypatch.setattr(tiered, "_MOVES", 2)
+    old, new = RenamedBlobs("old"), FaultyBlobs(RenamedBlobs("new"), always(0.002, "put"))
+    before = store_of(old)
+    records = [record(i, before.scope("t")) for i in range(12)]
+    for one in records:
+        before.put(one, wait=True)
+    before.close()
+    store = store_of(old, new, write_queue=2 * SIZE)
+    assert all(store.keep(one.identity, wait=True) for one in records)
+    assert store.flush(10)
+    assert all(new.contains(one.key, 0.0) for one in records)
+    assert store.tier_stats()["old"].counters.promotions == {}, "nothing moved up"
+
+
+@pytest.mark.parametrize(("first_layer", "rows"), [(0, TOKENS), (1, TOKENS), (2, TOKENS), (1, TOKENS // 2)])
+def test_promotion_reads_no_layer_twice(first_layer: int, rows: int) -> None:
+    """A load of all rows from a layer on (CacheBlend's) leaves only the layers below it to be read."""
+    medium = RecordingBlobs(MemoryBlobs())
+    writer = store_of(medium, least_job=1)
+    one = record(1, writer.scope("t"))
+    writer.put(one, wait=True)
+    writer.close()
+    store = store_of(medium, least_job=1, host=10 * SIZE)
+    (found,) = store.find([one.identity])
+    assert not isinstance(found, Miss)
+    read(found, torch.arange(rows), first_layer)
+    found.close()
+    assert store.flush(10)
+    (held,) = store.find([one.identity])
+    assert not isinstance(held, Miss)
+    assert held.tier == "host"
+    assert equal(read(held, torch.arange(TOKENS)), one, torch.arange(TOKENS))
+    sections = [c.bytes for c in medium.of("read") if c.offset]
+    whole = one.num_bytes - 4 * TOKENS
+    layers = len(LAYOUT.layers)
+    assert len(sections) == (layers if rows == TOKENS else layers + layers - first_layer)
+    assert (sum(sections) == whole) == (rows == TOKENS)
+
+
 def test_saved_prefill_is_that_of_what_was_loaded() -> None:
     store = store_of(MemoryBlobs())
     one = record(1, store.scope("t"))
@@ -708,6 +750,35 @@ def test_a_pin_that_fits_nowhere_is_refused() -> None:
     with pytest.raises(PinQuotaExceeded):
         store.pin([one.key], time.time() + 1000)
     assert store.pinned_bytes() == 0
+
+
+def test_nobody_waits_for_room_behind_a_write_that_hangs() -> None:
+    opened = threading.Event()
+    one, two, three = (record(i, Scope.of("t")) for i in (1, 2, 3))
+    behind = WriteBehind(lambda record, epoch: opened.wait(30) and None, SIZE, threads=1, patience=0.1)
+    assert behind.offer(one, 0)
+    wait_for(lambda: behind.queued[1] == SIZE)
+    assert behind.offer(two, 0)
+    behind.wait_for_room()
+    assert not behind.offer(three, 0, wait=True)
+    assert not behind.flush()
+    assert behind.dropped == {"stalled": 1}
+    opened.set()
+    wait_for(behind.flush)
+    assert behind.offer(three, 0, wait=True), "it goes on when the medium does"
+    assert behind.close(10)
+
+
+def test_a_store_over_a_medium_that_hangs_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(medium_module, "_CLOSE", 0.05)
+    hung = threading.Event()
+
+    class Hanging(MemoryBlobs):
+        def close(self) -> None:
+            hung.wait(30)
+
+    store_of(Hanging()).close()
+    hung.set()
 
 
 def wait_for(what: Callable[[], T]) -> T:

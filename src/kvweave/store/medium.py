@@ -6,6 +6,7 @@ medium that still owes an answer isn't asked again until it has given it.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
@@ -15,6 +16,7 @@ from kvweave.store.base import Blobs, TierError, contained
 from kvweave.store.io_pool import IOPool
 
 T = TypeVar("T")
+_CLOSE = 5.0  # seconds, each
 _FIRST = (0, 0)  # calls go before every load
 _BACKGROUND = (2**40, 0)  # behind the loads of all requests
 
@@ -58,6 +60,8 @@ class Medium:
             raise TierError("deadline", "no answer") from None
 
     def close(self) -> None:
-        """End the threads, then the medium."""
-        self.pool.close()
-        self.blobs.close()
+        """End the threads, then the medium; one that hangs doesn't keep the program from ending."""
+        self.pool.close(_CLOSE)
+        closing = threading.Thread(target=self.blobs.close, name=f"kvweave-{self.name}-close", daemon=True)
+        closing.start()
+        closing.join(_CLOSE)

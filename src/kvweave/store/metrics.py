@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -15,17 +16,19 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvweave.store.base import MISS_REASONS, Blobs, ChunkStore, TierError
+from kvweave.store.base import MISS_REASONS, ChunkStore, TierError
 from kvweave.store.disk import DiskBlobs, DiskStats
 from kvweave.store.guard import Guarded
+from kvweave.store.medium import Medium
 from kvweave.store.record_tier import BOUNDS, Times
 from kvweave.store.tiered import TieredStore, TierStats
 
 LOG = logging.getLogger("kvweave.store")
 PREFIX = "kvweave_store_"
+_PATIENCE = 1.0  # seconds a scrape waits for a medium to tell its state
 REFUSALS = ("no_room", "quota", "read_only", "stale")
 """Reasons of ``Rejected``: refused without harm."""
-DROPS = ("full", "deleted", "closed", "error")
+DROPS = ("full", "stalled", "deleted", "closed", "error")
 """Why a record left the write queue unwritten."""
 BREAKER_STATES = ("closed", "open", "half_open")
 _ALIEN = ("fingerprint", "layout")
@@ -90,7 +93,7 @@ class StoreCollector(Collector):
             stats = self._store.tier_stats()
             for tier in self._store.tiers:
                 _tier(families, tier.name, stats[tier.name], self._store.io_threads)
-                _medium(families, tier.name, tier.blobs)
+                _medium(families, tier.medium)
         yield from families.made.values()
 
     def _host(self, out: _Families) -> None:
@@ -146,11 +149,11 @@ def _tier(out: _Families, tier: str, stats: TierStats, threads: int) -> None:
     out.count("deadline", "Lookups and loads that came too late.", at.misses["deadline"] + at.loads["deadline"], tier=tier)
 
 
-def _medium(out: _Families, tier: str, blobs: Blobs) -> None:
-    """What only this kind of medium knows. One that can't tell is down, and not an error of the scrape."""
-    up = True
+def _medium(out: _Families, medium: Medium) -> None:
+    """What only this kind of medium knows. One that can't tell soon is down, and not an error of the scrape."""
+    tier, blobs, up = medium.name, medium.blobs, not medium.pool.stuck
     if isinstance(blobs, Guarded):
-        up = blobs.up
+        up = up and blobs.up
         state, entered = blobs.breaker.state, blobs.breaker.transitions
         out.gauge("breaker_open", "1 while the tier isn't asked.", state == "open", tier=tier)
         for name in BREAKER_STATES:
@@ -158,7 +161,7 @@ def _medium(out: _Families, tier: str, blobs: Blobs) -> None:
         blobs = blobs.blobs
     if isinstance(blobs, DiskBlobs):
         try:
-            _disk(out, tier, blobs.stats())
+            _disk(out, tier, medium.call(blobs.stats, time.monotonic() + _PATIENCE))
             out.gauge("read_only", "1 where the tier only serves.", blobs.read_only, tier=tier)
         except TierError as error:
             LOG.warning("tier %s can't tell its state: %s", tier, error)

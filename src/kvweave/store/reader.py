@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,13 +68,13 @@ class Unit:
     """Where they start, if it is one read whatever lies between; None: the runs of each layer."""
 
 
-def make_units(header: Header, extents: Extents, first_layer: int, min_read: int, least_job: int) -> list[Unit]:
+def make_units(header: Header, extents: Extents, layers: range, min_read: int, least_job: int) -> list[Unit]:
     """One unit a layer, or as many layers as make a job worth while."""
     units: list[Unit] = []
-    start, size = first_layer, 0
-    for layer in range(first_layer, len(header.layers)):
+    start, size = layers.start, 0
+    for layer in layers:
         size += extents.rows * header.row_bytes(layer)
-        if size >= max(min_read, least_job) or layer + 1 == len(header.layers):
+        if size >= max(min_read, least_job) or layer + 1 == layers.stop:
             units.append(_unit(header, extents, start, layer + 1, size, min_read))
             start, size = layer + 1, 0
     return units
@@ -171,8 +171,8 @@ class Source:
     """Told once of every load."""
     promote: Callable[[ChunkRecord], object] | None = None
     """Takes the record once all of it was read."""
-    promote_later: Callable[[], None] | None = None
-    """Told that part of the record was of use."""
+    promote_later: Callable[[Mapping[int, KV]], None] | None = None
+    """Told that part of the record was of use, and which of its last layers were read in full."""
 
 
 class RecordReader:
@@ -195,14 +195,16 @@ class RecordReader:
         self._deadline = deadline
         self._timeout = deadline - time.monotonic()
         self._extents = Extents.of(header, tokens.numpy())
-        self._units = make_units(header, self._extents, first_layer, source.min_read, loading.least_job)
+        layers = range(first_layer, len(header.layers))
+        self._units = make_units(header, self._extents, layers, source.min_read, loading.least_job)
         self._next = 0
         self._reads: dict[int, Future[dict[int, KV]]] = {}
         self._arrived: dict[int, KV] = {}
         self._reserved: dict[int, int] = {}
-        self._whole = first_layer == 0 and tokens.numel() == header.num_tokens
-        self._kept: dict[int, KV] | None = {} if source.promote is not None and self._whole else None
-        self._promoted = False
+        all_rows = tokens.numel() == header.num_tokens
+        self._whole = first_layer == 0 and all_rows
+        self._kept: dict[int, KV] | None = {} if source.promote is not None and all_rows else None
+        """Layers for host memory."""
         self._finished = False
         self._lock = threading.Lock()  # of what is counted
         self._ahead()
@@ -221,7 +223,8 @@ class RecordReader:
         if layer not in self._arrived:
             self._arrived |= self._wait(self._unit_of(layer))
         kv = self._arrived.pop(layer)
-        self._keep(layer, kv)
+        if self._kept is not None:
+            self._kept[layer] = kv
         self._ahead()
         if layer + 1 == len(self._source.header.layers):
             self._finish("ok")
@@ -302,21 +305,18 @@ class RecordReader:
         with self._lock:
             load = LoadResult(result, self._whole, self._rows_read, self.bytes_read, self.load_seconds, self._first)
         self._source.finished(load)
-        if result == "ok" and not self._promoted and self._source.promote_later is not None:
-            self._source.promote_later()
+        if result == "ok":
+            self._promote(self._kept or {})
+        self._kept = None
 
-    def _keep(self, layer: int, kv: KV) -> None:
-        """Remember a layer for promotion; with the last one the record moves up."""
-        if self._kept is None or self._source.promote is None:
-            return
-        self._kept[layer] = kv
-        header = self._source.header
-        if len(self._kept) == len(header.layers):
-            pairs = [self._kept[i] for i in range(len(header.layers))]
-            keys, values = tuple(k for k, _ in pairs), tuple(v for _, v in pairs)
-            self._kept = None
-            self._promoted = True
-            self._source.promote(ChunkRecord(header.identity, keys, values, header.prefill_ms, header.expires))
+    def _promote(self, kept: dict[int, KV]) -> None:
+        """What was read in full moves up; of the rest, what is missing is read when there is time."""
+        source, header = self._source, self._source.header
+        if source.promote is not None and len(kept) == len(header.layers):
+            keys, values = (tuple(kept[i][j] for i in range(len(kept))) for j in (0, 1))
+            source.promote(ChunkRecord(header.identity, keys, values, header.prefill_ms, header.expires))
+        elif source.promote_later is not None:
+            source.promote_later(kept)
 
 
 def read_unit(source: Source, unit: Unit, extents: Extents, deadline: float, *, copy: bool = True) -> dict[int, KV]:

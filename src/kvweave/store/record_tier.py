@@ -8,7 +8,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,7 +39,8 @@ from kvweave.store.record import FIRST_READ, Header, check_identity, decode_head
 
 LOG = logging.getLogger("kvweave.store")
 Promote = Callable[[ChunkRecord], object]
-PromoteLater = Callable[["RecordTier", ChunkIdentity], None]
+PromoteLater = Callable[["RecordTier", ChunkIdentity, Mapping[int, KV]], None]
+"""Told of a record that was of use, and of the layers of it that were read in full."""
 _RETRACT = 1.0  # seconds for taking away what turned out to be damaged while it was read
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Seconds; upper bounds of the classes of ``Times``, a last one without a bound behind them."""
@@ -125,13 +126,13 @@ class OpenRecord:
         self._readers.append(reader)
         return reader
 
-    def read_all(self, deadline: float) -> ChunkRecord:
-        """The whole record, on this thread. Raises ``TierError``."""
+    def read_all(self, deadline: float, have: Mapping[int, KV]) -> ChunkRecord:
+        """The whole record, on this thread: ``have``, the last of its layers, and those below. Raises ``TierError``."""
         header = self._source.header
         layers = len(header.layers)
         extents = Extents.of(header, np.arange(header.num_tokens))
-        units = make_units(header, extents, 0, self._source.min_read, header.total)
-        kv: dict[int, KV] = {}
+        units = make_units(header, extents, range(layers - len(have)), self._source.min_read, header.total)
+        kv: dict[int, KV] = dict(have)
         for unit in units:
             kv |= read_unit(self._source, unit, extents, deadline)
         keys, values = (tuple(kv[i][j] for i in range(layers)) for j in (0, 1))
@@ -214,7 +215,7 @@ class RecordTier:
             min_read=self.blobs.min_read,
             damaged=lambda reason: self._retract(wanted.key, reason, time.monotonic() + _RETRACT),
             finished=partial(self._count_load, header),
-            promote=None if promote is None else partial(self._promote, promote.put),
+            promote=None if promote is None else partial(self.promote, promote.put),
             promote_later=None if promote_later is None else partial(promote_later, self, wanted),
         )
         return OpenRecord(source, self._loading)
@@ -245,15 +246,15 @@ class RecordTier:
             LOG.warning("tier %s can't change pins: %s", self.name, error)
             return set()
 
-    def read_into(self, identity: ChunkIdentity, take: Promote, deadline: float) -> None:
-        """Read a whole record on this thread; what goes wrong is counted."""
+    def read_into(self, identity: ChunkIdentity, take: Promote, deadline: float, have: Mapping[int, KV]) -> None:
+        """Read what is missing of a record on this thread; what goes wrong is counted."""
         found = self.open(identity, deadline)
         if isinstance(found, Miss):
             return
         try:
             with contained(self.name):
-                record = found.read_all(deadline)
-            self._promote(take, record)
+                record = found.read_all(deadline, have)
+            take(record)
         except TierError as error:
             self._retract(identity.key, error.reason, deadline)
             self._count_load(found.header, LoadResult(error.reason, whole=True))
@@ -309,7 +310,7 @@ class RecordTier:
                 self.counters.saved_seconds += max(0.0, prefill_seconds - load.seconds)
                 self.counters.lost_seconds += max(0.0, load.seconds - prefill_seconds)
 
-    def _promote(self, take: Promote, record: ChunkRecord) -> None:
+    def promote(self, take: Promote, record: ChunkRecord) -> None:
         taken = bool(take(record))
         with self._lock:
             self.counters.promotions[taken] += 1

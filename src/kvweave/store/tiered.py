@@ -12,8 +12,9 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,14 +38,14 @@ from kvweave.store.eviction import check_pin
 from kvweave.store.host import HostStore
 from kvweave.store.io_pool import IOPool, Staging
 from kvweave.store.ranking import Ranking, TextOrder
-from kvweave.store.reader import Loading
+from kvweave.store.reader import KV, Loading
 from kvweave.store.record import EncodeBuffer, encode
 from kvweave.store.record_tier import OpenRecord, RecordTier, TierCounters
 from kvweave.store.write_behind import WriteBehind
 
 LOG = logging.getLogger("kvweave.store")
 _EXIT_TIMEOUT = 30.0  # seconds a tier
-_MOVES = 64  # records on their way between tiers in the background, at most
+_MOVES = 16  # records on their way between tiers in the background, at most: they hold what was read of them already
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,11 @@ class TieredStore:
             raise ValueError("tiers need the layout of the model")
         self.tiers = [self._tier(m, layout) for m in media if layout is not None]
         self._writers = {
-            tier.name: WriteBehind(_writer(tier, self._ranking, self.options), self.options.write_queue)
+            tier.name: WriteBehind(
+                _writer(tier, self._ranking, self.options),
+                self.options.write_queue,
+                patience=self.options.write_timeout,
+            )
             for tier in self.tiers
         }
         self._eraser = Eraser([tier.medium for tier in self.tiers], host, self.options.secret)
@@ -192,8 +197,9 @@ class TieredStore:
             self._write(record, identity.epoch, wait=wait)
             return True
         holding = [tier for tier in self.tiers if self._holds(tier, identity)]
-        if holding and len(holding) < len(self.tiers):
-            self._copy_later(holding[0], identity)
+        lacking = [self._writers[tier.name] for tier in self.tiers if tier not in holding]
+        if holding and lacking:
+            self._copy(holding[0], lacking, identity, wait=wait)
         return bool(holding)
 
     def pin(self, keys: Iterable[ChunkKey], until: float) -> set[ChunkKey]:
@@ -257,7 +263,7 @@ class TieredStore:
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all queued writes and promotions are done; False if ``timeout`` (seconds, each) passed first."""
         written = all(writer.flush(timeout) for writer in self._writers.values())
-        moved = not wait(list(self._moving.values()), timeout).not_done
+        moved = not wait_for(list(self._moving.values()), timeout).not_done
         return moved and all(writer.flush(timeout) for writer in self._writers.values()) and written
 
     def close(self, timeout: float | None = 60.0) -> None:
@@ -279,21 +285,37 @@ class TieredStore:
     def _holds(self, tier: RecordTier, identity: ChunkIdentity) -> bool:
         return tier.holds(identity.key, time.monotonic() + self.options.lookup_timeout)
 
-    def _promote_later(self, upper: _Upper, tier: RecordTier, identity: ChunkIdentity) -> None:
-        """Read a whole record into host memory when no request waits for the medium."""
+    def _promote_later(self, upper: _Upper, tier: RecordTier, identity: ChunkIdentity, have: Mapping[int, KV]) -> None:
+        """Read the layers that are missing into host memory when no request waits for the medium."""
         if not self.host.contains(identity):
-            self._move(tier, identity, upper.put)
+            self._move(tier, identity, partial(tier.promote, upper.put), have)
 
-    def _copy_later(self, tier: RecordTier, identity: ChunkIdentity) -> None:
-        """Write a record of one tier to those that lack it: they may have been added later."""
-        self._move(tier, identity, lambda record: self._write(record, identity.epoch, wait=False))
+    def _copy(self, tier: RecordTier, lacking: Sequence[WriteBehind], identity: ChunkIdentity, *, wait: bool) -> None:
+        """Write a record of one tier to those that lack it: they may have been added later. In the background, unless
+        ``wait``: then it is queued for writing when this returns.
+        """
 
-    def _move(self, tier: RecordTier, identity: ChunkIdentity, take: Callable[[ChunkRecord], bool]) -> None:
+        def offer(record: ChunkRecord) -> None:
+            for writer in lacking:
+                writer.offer(record, identity.epoch)
+
+        for writer in lacking if wait else ():
+            writer.wait_for_room()
+        moved = self._move(tier, identity, offer, {})
+        if wait and moved is not None:
+            wait_for([moved], self.options.load_timeout)
+
+    def _move(
+        self, tier: RecordTier, identity: ChunkIdentity, take: Callable[[ChunkRecord], None], have: Mapping[int, KV]
+    ) -> Future[None] | None:
+        """None if there is too much on its way already."""
         if identity.key in self._moving or len(self._moving) >= _MOVES:
-            return
-        moved = tier.medium.later(lambda: tier.read_into(identity, take, time.monotonic() + self.options.load_timeout))
+            return self._moving.get(identity.key)
+        deadline = self.options.load_timeout
+        moved = tier.medium.later(lambda: tier.read_into(identity, take, time.monotonic() + deadline, have))
         self._moving[identity.key] = moved
         moved.add_done_callback(lambda _: self._moving.pop(identity.key, None))
+        return moved
 
 
 def _close_all(writers: Sequence[WriteBehind]) -> None:
