@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from kvweave import __version__
+from kvweave.cli.bench import bench
 from kvweave.cli.cache import cache
 from kvweave.cli.environment import home_from_environment
 from kvweave.cli.options import (
@@ -48,6 +49,7 @@ def _show_version(asked: bool) -> None:
 
 
 app.add_typer(cache, name="cache")
+app.add_typer(bench, name="bench")
 
 
 @app.callback()

@@ -21,7 +21,7 @@ from kvweave.store.medium import Medium
 LOG = logging.getLogger("kvweave.store")
 EPOCH_TTL = 1.0
 """Seconds after which a process looks again whether a tenant was erased by another one."""
-_LOOK = 0.5  # seconds a look at an epoch may take
+_LOOK = 1.0  # seconds a look at an epoch may take
 _DELETE = 60.0
 _RETRY = 15.0
 
