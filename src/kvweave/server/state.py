@@ -1,0 +1,110 @@
+"""What the routes of one server share, and how they tell the request log, the metrics and the segments what happened."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from kvweave.core.chat import Conversation
+from kvweave.core.prompt import TokenPrompt
+from kvweave.core.report import Output
+
+if TYPE_CHECKING:
+    from kvweave.engine.loop import EngineLoop
+    from kvweave.llm import LLM
+    from kvweave.reuse.gate import Gates
+    from kvweave.server.keys import KeyRing
+    from kvweave.server.request_log import RequestLog
+    from kvweave.server.settings import ServerSettings
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One prompt that was accepted: who asked what, and what it is explained by."""
+
+    id: str
+    """Of the object that answers it."""
+    request_id: str
+    endpoint: str
+    tenant: str
+    salt: str
+    prompt: TokenPrompt
+    asked: str
+    """off, exact, fused or auto."""
+    gate: str | None = None
+    """State of the technique's gate, where one was asked."""
+    conversation: Conversation | None = None
+    owners: Sequence[int | None] | None = None
+    """Message of each prompt token; None: there are no messages, or they can't be told apart."""
+    ignored: tuple[str, ...] = ()
+    """Names of fields without effect."""
+    warnings: tuple[str, ...] = ()
+    operations: int = 0
+    """Cache operations received."""
+    publish: bool = True
+    """False: nothing of it entered a cache."""
+    ttl: float | None = None
+    """Seconds that what it published lives."""
+    arrived: float = field(default_factory=time.time)
+    """Unix time."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """How an exchange ended well. Times are seconds from its arrival, as its client saw them."""
+
+    outputs: tuple[Output, ...]
+    """One a sample."""
+    first_token: float
+    intervals: tuple[float, ...]
+    """Between tokens of one sample, all samples together."""
+    total: float
+
+
+class Metrics(Protocol):
+    """Counts. Its methods may be called from several threads."""
+
+    def finished(self, exchange: Exchange, answered: Answered) -> None: ...
+
+    def failed(self, code: str) -> None:
+        """A request got an error with this code of ``kvweave.errors``, whether or not it had been accepted."""
+        ...
+
+    def exposition(self) -> bytes:
+        """All of it, in Prometheus' text format."""
+        ...
+
+
+class Segments(Protocol):
+    """Remembers labels. Its methods may be called from several threads."""
+
+    def finished(self, exchange: Exchange, answered: Answered) -> None: ...
+
+
+@dataclass
+class ServerState:
+    """One running server; ``app.state.server`` of its app."""
+
+    settings: ServerSettings
+    llm: LLM
+    keys: KeyRing
+    gates: Gates
+    requests: RequestLog
+    metrics: Metrics
+    segments: Segments
+    workers: ThreadPoolExecutor
+    """Rendering, tokenising and whatever else takes longer than an event loop may stand still."""
+    started_at: float = field(default_factory=time.time)
+    """Unix time."""
+
+    @property
+    def loop(self) -> EngineLoop:
+        return self.llm.loop
+
+    @property
+    def model_name(self) -> str:
+        """As clients call it."""
+        return self.settings.served_model_name or self.llm.name
