@@ -15,12 +15,16 @@ import pytest
 import torch
 
 from kvweave.core.keys import ChunkIdentity, ChunkKey, ModelFingerprint, Scope
-from kvweave.store.base import Blobs, ChunkRecord, PutHints, Rejected, TierError
+from kvweave.core.spec import KVLayout, LayerSpec
+from kvweave.store import erasure
+from kvweave.store.base import Blobs, ChunkRecord, Miss, PutHints, Rejected, TierError
 from kvweave.store.compress import Compressed
 from kvweave.store.guard import Guarded
+from kvweave.store.host import HostStore
 from kvweave.store.memory_blobs import MemoryBlobs
 from kvweave.store.ranking import TextOrder
 from kvweave.store.record import encode
+from kvweave.store.tiered import TieredStore
 from tests.store.media import FaultyBlobs, RecordingBlobs
 from tests.store.servers import RedisServer, s3_server
 
@@ -260,6 +264,40 @@ def test_erasing_a_scope(blobs: Blobs) -> None:
     assert get(blobs, theirs) == VALUE
     put(blobs, mine, VALUE, epoch=1)
     assert get(blobs, mine) == VALUE
+
+
+def test_erasing_a_tenant_covers_his_salts(blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pairs: another salt and another tenant miss, the same ones hit; one erasure takes all that is the tenant's."""
+    monkeypatch.setattr(erasure, "EPOCH_TTL", 0.0)
+    layout = KVLayout((LayerSpec(4, 1, 8, 8),), torch.float32)
+    store = TieredStore(HostStore(0), [blobs], layout=layout)
+    scopes = {(t, s): store.scope(t).narrowed(s) for t in ("ada", "bob") for s in ("", "one", "two")}
+    for scope in scopes.values():
+        store.put(salted(scope), wait=True)
+    assert store.flush(30)
+    assert len(list(blobs.scan())) == len(scopes), "each has a record of its own"
+    for scope in scopes.values():
+        (found,) = store.find([salted(scope).identity])
+        assert not isinstance(found, Miss)
+        found.close()
+    (missed,) = store.find([salted(store.scope("ada").narrowed("three")).identity])
+    assert isinstance(missed, Miss)
+    assert store.erase("ada").tiers[blobs.name].records == 3
+    assert {info.key for info in blobs.scan()} == {salted(scopes["bob", s]).key for s in ("", "one", "two")}
+    for (tenant, _), scope in scopes.items():
+        (found,) = store.find([salted(scope).identity])
+        assert isinstance(found, Miss) == (tenant == "ada")
+        assert store.current(scope) == (tenant == "bob")
+        store.put(salted(scope), wait=True)
+    assert store.flush(30)
+    assert len(list(blobs.scan())) == 3, "what was computed before the erasure stays out"
+    for tier in store.tiers:
+        tier.medium.pool.close()
+
+
+def salted(scope: Scope) -> ChunkRecord:
+    data = torch.arange(16.0).view(1, 2, 8)
+    return ChunkRecord(ChunkIdentity.of([1, 2], [], ModelFingerprint.of(content="m"), scope), (data,), (data,))
 
 
 def test_epochs_never_fall_and_every_process_sees_them(make: Callable[[], Blobs]) -> None:

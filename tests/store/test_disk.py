@@ -19,18 +19,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvweave.core.keys import ChunkKey
+from kvweave.core.keys import ChunkIdentity, ChunkKey, ModelFingerprint, Scope
 from kvweave.errors import InvalidOption, PinQuotaExceeded
 from kvweave.store import folder
 from kvweave.store.aligned import BufferPool
-from kvweave.store.base import PutHints, Rejected, TierError
+from kvweave.store.base import ChunkRecord, PutHints, Rejected, TierError
+from kvweave.store.catalog import Catalog
 from kvweave.store.disk import DiskBlobs
 from kvweave.store.eviction import Quota
 from kvweave.store.folder import file_system
+from kvweave.store.ranking import TextOrder
+from kvweave.store.record import FIRST_READ, encode, header_length
 
 PAGE = 4096
 FOREVER = float("inf")
@@ -476,23 +480,39 @@ def test_pinned_records_stay_and_block(root: Path) -> None:
         assert admin.pin(key(3), time.time() + 60, "test")
 
 
+@pytest.mark.parametrize("limit", ["quota", "floor"])
+def test_at_a_limit_few_writes_look_for_victims(limit: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choosing victims reads the whole catalogue: without a low mark every write at the limit would."""
+    with opened(root, 1000 * PAGE, default_quota=Quota(max=100 * PAGE if limit == "quota" else None)) as store:
+        if limit == "floor":
+            monkeypatch.setattr(store._files, "space", lambda: (612 * PAGE - sum(files(root).values()), 1000 * PAGE))
+        looks = []
+        entries = Catalog.entries
+        monkeypatch.setattr(Catalog, "entries", lambda catalog: looks.append(1) or entries(catalog))
+        for i in range(160):
+            put(store, key(i))
+        assert all(store.contains(key(i)) for i in range(100, 160))
+        assert store.stats().rejected == {}
+        assert 0 < len(looks) <= 6
+
+
 def test_quotas(root: Path) -> None:
     quotas = {A: Quota(max=3 * PAGE), B: Quota(reserved=4 * PAGE)}
     with opened(root, 10 * PAGE, quotas=quotas) as store:
         for i in range(4):
             put(store, key(i, A))
-        assert [store.contains(key(i, A)) for i in range(4)] == [False, True, True, True]
-        assert (store.stats().capacity_evictions, store.stats().quota_evictions) == (0, 1)
+        assert [store.contains(key(i, A)) for i in range(4)] == [False, False, True, True]  # down to the low mark
+        assert (store.stats().capacity_evictions, store.stats().quota_evictions) == (0, 2)
         with pytest.raises(Rejected, match="quota"):
             put(store, key(9, A), 4)
-        assert store.usage()[A].records == 3  # nothing was evicted in vain
+        assert store.usage()[A].records == 2  # nothing was evicted in vain
         assert store.stats().rejected == {"quota": 1}
         for i in range(4):
             put(store, key(i, B))
         for i in range(20):
             put(store, key(i, b"C" * 8))
         assert store.stats().capacity_evictions > 0
-        assert (store.stats().pins, store.stats().quota_evictions) == (0, 1)
+        assert (store.stats().pins, store.stats().quota_evictions) == (0, 2)
         assert store.usage()[B].bytes == 4 * PAGE
     with pytest.raises(InvalidOption, match="reserve"):
         DiskBlobs(root, 3 * PAGE, quotas=quotas)
@@ -849,6 +869,24 @@ def test_the_cost_policy_learns_from_headers_and_hints(root: Path) -> None:
                 break
             time.sleep(0.02)
         assert store._parts.catalog.without_prefill(1) == []  # not records: looked at once, and not again
+
+
+def test_a_long_header_tells_its_cost_too(root: Path) -> None:
+    """Of a long chunk, whose header doesn't fit into the first read."""
+    tokens = 3000
+    identity = ChunkIdentity.of(range(tokens), [1], ModelFingerprint.of(content="m"), Scope.of("t"))
+    data = torch.zeros(1, tokens, 8, dtype=torch.bfloat16)
+    value = encode(ChunkRecord(identity, (data,), (data,), prefill_ms=1234.0), TextOrder(), "raw", "test")
+    assert header_length(value[:FIRST_READ], len(value)) > FIRST_READ
+    with opened(root) as store:
+        store.put(identity.key, value, PutHints(), FOREVER)
+    os.unlink(root / "v1/catalog.sqlite")
+    with opened(root, policy="cost") as store:
+        limit = time.monotonic() + 30
+        while (entry := next(iter(store._parts.catalog.entries()), None)) is None or entry.prefill_ms is None:
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+        assert entry.prefill_ms == 1234.0
 
 
 def test_ping_and_close(root: Path) -> None:

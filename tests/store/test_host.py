@@ -184,3 +184,12 @@ def test_a_pin_ends_and_outlives_no_expiry(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(time, "time", lambda: now + 201)
     assert store.pinned_bytes() == 0
     assert not store.contains(identity(2))
+
+
+def test_erasing_a_tenant_covers_his_salts() -> None:
+    store, salted, other = HostStore(10 * UNIT), SCOPE.narrowed("salt"), Scope.of("u").narrowed("salt")
+    for scope in (SCOPE, salted, other):
+        store.put(record(1, 1, scope))
+    assert all(store.contains(identity(1, scope)) for scope in (SCOPE, salted, other)), "each has its own"
+    assert store.erase(SCOPE.tag) == (2, 2 * UNIT)
+    assert [store.contains(identity(1, scope)) for scope in (SCOPE, salted, other)] == [False, False, True]

@@ -149,4 +149,4 @@ class Room:
 def _for_quota(chosen: list[Entry], need: Need) -> int:
     """How many of the first victims leave because their scope is at its maximum: ``victims`` begins with those."""
     before = accumulate((entry.size for entry in chosen), initial=0)
-    return sum(size < need.own for size in islice(before, len(chosen)))
+    return sum(size < need.own_wanted for size in islice(before, len(chosen)))

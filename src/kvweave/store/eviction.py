@@ -14,7 +14,10 @@ from typing import NamedTuple, Protocol
 from kvweave.errors import InvalidOption, suggest
 
 HIGH, LOW = 0.9, 0.8
-"""Shares of the capacity: eviction starts above the first and goes on down to the second."""
+"""Shares of the capacity: eviction starts above the first and goes on down to the second. So it does
+where a scope is at its maximum; at the floor of free space, the difference of what is stored goes at once. Choosing who
+leaves takes a look at every record.
+"""
 HALF_LIFE = 3600.0
 """Seconds after which a hit counts half."""
 
@@ -135,6 +138,8 @@ class Need:
     """Of anybody, because of the capacity or the floor of free space."""
     wanted: int = 0
     """Of anybody, to get down to the low mark; at least ``required``."""
+    own_wanted: int = 0
+    """Of the writer's own scope, to get down to the low mark of its maximum; at least ``own``."""
 
     @property
     def must(self) -> bool:
@@ -166,14 +171,17 @@ class Limits:
 
     def need(self, used: Mapping[bytes, int], scope: bytes, size: int, spare: int) -> Need:
         """What storing ``size`` bytes takes; ``spare``: bytes that may be written before the file system is too full."""
-        quota, total = self.of(scope), sum(used.values()) + size
-        own = 0 if quota.max is None else max(0, used.get(scope, 0) + size - quota.max)
+        most, mine, total = self.of(scope).max, used.get(scope, 0) + size, sum(used.values()) + size
+        own = 0 if most is None else max(0, mine - most)
+        own_wanted = 0 if most is None or not own else mine - int(LOW * most)
         required = max(0, size - spare)
         if self.capacity is None:
-            return Need(own, required, required)
+            return Need(own, required, required, own_wanted)
+        wanted = required + int((HIGH - LOW) * (total - size)) if required else 0
         required = max(required, total - self.capacity)
-        wanted = max(required, total - int(LOW * self.capacity)) if total > HIGH * self.capacity else required
-        return Need(own, required, wanted)
+        if total > HIGH * self.capacity:
+            wanted = max(wanted, total - int(LOW * self.capacity))
+        return Need(own, required, max(required, wanted), own_wanted)
 
 
 def victims(
@@ -213,7 +221,7 @@ def victims(
         most = limits.of(entry.scope).max
         return most is not None and left.get(entry.scope, 0) > most
 
-    take(need.own, lambda entry: entry.scope == scope)
+    take(need.own_wanted, lambda entry: entry.scope == scope)
     take(need.wanted, over_max)
     take(need.wanted, lambda entry: left.get(entry.scope, 0) - entry.size >= limits.of(entry.scope).reserved)
     if used.get(scope, 0) + size <= limits.of(scope).reserved:
