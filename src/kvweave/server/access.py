@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -19,10 +19,10 @@ def server_of(request: Request) -> ServerState:
     return state
 
 
-def caller_with(scope: Scope) -> Callable[[Request], Caller]:
-    """A FastAPI dependency: the caller, who has ``scope``. It raises ``MissingApiKey``, ``InvalidApiKey``, ``ScopeMissing``."""
+def caller_with(scope: Scope) -> Callable[[Request], Awaitable[Caller]]:
+    """A FastAPI dependency: the caller, who has ``scope``. Raises ``MissingApiKey``, ``InvalidApiKey``, ``ScopeMissing``."""
 
-    def caller(request: Request) -> Caller:
+    async def caller(request: Request) -> Caller:
         found = server_of(request).keys.identify(request.headers.get("authorization"))
         found.require(scope)
         return found
