@@ -12,9 +12,11 @@ import torch
 
 from kvweave.core.plan import RequestPlan
 from kvweave.core.sampling import SamplingParams
-from kvweave.errors import ContextLengthExceeded, PlanError, PromptExceedsPool
+from kvweave.engine.sequence import Request
+from kvweave.errors import ContextLengthExceeded, InvalidRequest, PlanError, PromptExceedsPool
 from kvweave.index.chunks import Chunking
 from kvweave.reuse.base import PlanRequest, static_plan
+from kvweave.reuse.registry import make_technique
 from kvweave.store.host import HostStore
 from kvweave.store.tiered import TieredStore
 from tests.lab import BOS, Lab, close, doc, prompt_of, standard
@@ -254,3 +256,39 @@ def test_length_and_stop_tokens() -> None:
     assert output.finish_reason == "stop"
     empty = lab.run(prompt, "full", max_tokens=0)
     assert empty.token_ids == ()
+
+
+def test_a_bias_for_a_token_that_doesnt_exist_is_refused_before_anything_runs() -> None:
+    lab = Lab()
+    good = lab.add(prompt_of([BOS], doc(5, 1)), "prefix").request
+    bad = replace(good, params=SamplingParams(logit_bias={lab.model.vocab_size: 1.0}))
+    with pytest.raises(InvalidRequest, match="logit_bias"):
+        lab.engine.add(bad)
+    edge = replace(good, samples=2, params=SamplingParams(max_tokens=1, temperature=1.0, seed=2**63 - 1))
+    assert len(lab.engine.run([lab.engine.add(edge)])) == 2
+
+
+@pytest.mark.parametrize("technique", ["full", "prefix", "naive", "epic:k=2"])
+def test_prompt_logprobs_are_the_models_own_and_none_where_kv_was_reused(technique: str) -> None:
+    documents, prompt = standard()
+    lab = Lab(prefill_rows=24)
+    lab.precompute(*documents)
+    if technique == "prefix":
+        lab.run(prompt_of([BOS, 5, 9], doc(12, 77)), "prefix")
+    made = make_technique(technique)
+    request = Request(prompt, SamplingParams(max_tokens=0), made, made.reuse, ((BOS,),), prompt_logprobs=2)
+    (output,) = lab.engine.run([lab.engine.add(request)])
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    native = lab.native(prompt).float().log_softmax(-1)
+    computed = [i for i, found in enumerate(output.prompt_logprobs) if found is not None]
+    if technique == "full":
+        assert computed == list(range(1, len(prompt.token_ids)))
+    for i in computed if technique in ("full", "prefix") else ():
+        found = output.prompt_logprobs[i]
+        assert found is not None
+        assert found.token_id == prompt.token_ids[i]
+        assert found.logprob == pytest.approx(float(native[i - 1, found.token_id]), abs=1e-3)
+        assert [t for t, _ in found.top] == native[i - 1].topk(2).indices.tolist()
+    reused = output.reuse.cached_tokens + output.reuse.fused_tokens
+    assert len(computed) <= len(prompt.token_ids) - reused

@@ -80,7 +80,7 @@ class Engine:
     def _sequence(self, request: Request, max_new: int, index: int) -> Sequence:
         params = request.params
         if index and params.seed is not None:
-            params = replace(params, seed=params.seed + index)
+            params = replace(params, seed=(params.seed + index + 2**63) % 2**64 - 2**63)
         stream = TextStream(
             self.parts.make_decoder(params.skip_special_tokens),
             params.stop,
@@ -119,6 +119,10 @@ class Engine:
     def check(self, request: Request) -> int:
         """Tokens its answer may have. Raises ``ContextLengthExceeded``, ``PromptExceedsPool`` if it can never run."""
         n, limit, pool = len(request.prompt.token_ids), self.parts.context_length, self.parts.pool.num_slots
+        if (largest := max(request.params.logit_bias, default=0)) >= self.parts.adapter.vocab_size:
+            raise InvalidRequest(
+                f"logit_bias names token {largest:,}; this model has {self.parts.adapter.vocab_size:,}.", param="logit_bias"
+            )
         if request.keep_logits > n:
             raise InvalidRequest(f"Logits of {request.keep_logits} tokens are wanted, the prompt has {n}.")
         if n + min(1, request.params.max_tokens) > limit:
