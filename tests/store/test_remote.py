@@ -17,7 +17,7 @@ from kvweave.errors import ConfigError, InvalidOption, MissingExtra, StoreError,
 from kvweave.store.base import PutHints, Rejected, TierError
 from kvweave.store.compress import Compressed
 from kvweave.store.memory_blobs import MemoryBlobs
-from kvweave.store.remote import open_remote, redacted
+from kvweave.store.remote import address, open_remote, redacted
 from tests.store.servers import Proxy, RedisServer, free_port, http_server, s3_server, silence, tcp_server
 
 VALUE = bytes(range(256)) * 1000
@@ -520,3 +520,16 @@ def test_what_does_not_shrink_is_stored_plain() -> None:
     noise = random.Random(0).randbytes(10_000)
     Compressed(inner).put(key(1), memoryview(noise), PutHints(), soon())
     assert inner._values[key(1)] == noise
+
+
+@pytest.mark.parametrize(
+    ("one", "same", "other"),
+    [
+        ("redis://h", "valkeys://user:secret@h:6379/0?ttl=1d", "redis://h/1"),
+        ("redis://h:7000/2", "redis://h:7000/2?timeout=1s", "redis://h:7001/2"),
+        ("s3://b/p", "s3://b/p/?region=x&secret_access_key=y&access_key_id=z", "s3://b/p?endpoint=https://e"),
+    ],
+)
+def test_an_address_is_that_of_the_values(one: str, same: str, other: str) -> None:
+    assert address(one) == address(same) != address(other)
+    assert "secret" not in address(same)

@@ -17,12 +17,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvweave.config import Tiers
 from kvweave.core.keys import ChunkIdentity, ModelFingerprint, Scope
 from kvweave.core.spec import KVLayout, LayerSpec
 from kvweave.errors import InvalidOption, LoadFailed, PinQuotaExceeded
 from kvweave.store import erasure, tiered, write_behind
 from kvweave.store import medium as medium_module
-from kvweave.store.base import MISS_REASONS, ChunkRecord, Miss, Reach, StoredChunk
+from kvweave.store.base import MISS_REASONS, ChunkRecord, Miss, Reach, StoredChunk, TierError
+from kvweave.store.compose import open_store
 from kvweave.store.disk import DiskBlobs
 from kvweave.store.guard import Guarded
 from kvweave.store.host import HostStore
@@ -43,6 +45,7 @@ T = TypeVar("T")
 def _quick_receipts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Epochs are looked up anew at once, and receipts don't wait."""
     monkeypatch.setattr(erasure, "EPOCH_TTL", 0.0)
+    monkeypatch.setattr(erasure, "_RETRY", 0.05)
 
 
 def record(number: int, scope: Scope, model: ModelFingerprint = MODEL) -> ChunkRecord:
@@ -779,6 +782,64 @@ def test_a_store_over_a_medium_that_hangs_can_be_closed(monkeypatch: pytest.Monk
 
     store_of(Hanging()).close()
     hung.set()
+
+
+@pytest.mark.parametrize("fails", ["raise_epoch", "erase"])
+def test_an_erasure_a_tier_was_not_told_of_is_repeated_by_the_next_engine(fails: str, tmp_path: Path) -> None:
+    """The only tier fails while a tenant is erased, and the program ends before it is well again."""
+    medium = FaultyBlobs(MemoryBlobs())
+    notes = {"memory": tmp_path / "notes"}
+    first = store_of(medium, notes=notes)
+    old = record(1, first.scope("t"))
+    first.put(old, wait=True)
+    assert first.flush(5)
+    medium.choose = always("io", fails)
+    receipt = first.erase("t")
+    assert receipt.pending == ("memory",)
+    assert "repeat" not in str(receipt.tiers["memory"].error)
+    first.close()
+    assert list(medium.scan())
+
+    medium.choose = always("io")
+    second = store_of(medium, notes=notes)
+    assert second.scope("t").epoch == receipt.epoch, "known at once, though the tier can't be asked"
+    assert second.pending_erasures == 1
+    second.close()
+
+    medium.choose = lambda operation: None
+    third = store_of(medium, notes=notes)
+    wait_for(lambda: not third.pending_erasures)
+    assert list(medium.scan()) == []
+    assert medium.epoch(old.key.scope, time.monotonic() + 1) == receipt.epoch
+    third.close()
+    assert store_of(medium, notes=notes).pending_erasures == 0, "nothing is noted any more"
+
+
+def test_a_receipt_says_when_an_erasure_cannot_be_noted(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("not a folder")
+    for notes in ({}, {"memory": tmp_path / "notes"}):
+        store = store_of(FaultyBlobs(MemoryBlobs(), always("io")), notes=notes)
+        assert "repeat it after a restart" in str(store.erase("t").tiers["memory"].error)
+
+
+def test_the_home_keeps_what_a_tier_was_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: DiskBlobs, scope: bytes, epoch: int, deadline: float) -> None:
+        raise TierError("io", "read-only for a while")
+
+    home, tiers = tmp_path / "home", Tiers(disk=tmp_path / "store")
+    store = open_store(0, tiers, LAYOUT, home)
+    store.put(record(1, store.scope("t")), wait=True)
+    with monkeypatch.context() as broken:
+        broken.setattr(DiskBlobs, "raise_epoch", fail)
+        assert store.erase("t").pending == ("disk",)
+        store.close()
+    elsewhere = open_store(0, Tiers(disk=tmp_path / "other"), LAYOUT, home)
+    assert elsewhere.pending_erasures == 0, "another folder has its own notes"
+    elsewhere.close()
+    store = open_store(0, tiers, LAYOUT, home)
+    wait_for(lambda: not store.pending_erasures)
+    assert not list((tmp_path / "store").rglob("*.kvr"))
+    store.close()
 
 
 def wait_for(what: Callable[[], T]) -> T:

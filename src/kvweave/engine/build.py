@@ -57,7 +57,8 @@ def build_engine(directory: Path, config: EngineConfig) -> Built:
     chunking = Chunking(config.chunk_size, config.min_chunk, config.isolated_pieces)
     context_length = _context_length(adapter, config)
     pool = _make_pool(adapter, config, context_length)
-    store = open_store(parse_size(config.chunk_cache, "chunk_cache"), config.tiers, adapter.layout)
+    home = Path(config.home) if config.home else default_home()
+    store = open_store(parse_size(config.chunk_cache, "chunk_cache"), config.tiers, adapter.layout, home)
 
     def make_decoder(skip_special_tokens: bool) -> TextDecoder:
         return IncrementalDecoder(tokenizer, skip_special_tokens)
@@ -79,15 +80,14 @@ def build_engine(directory: Path, config: EngineConfig) -> Built:
         controller=None if config.controller == "off" else config.controller,  # type: ignore[arg-type]
         load_timeout=config.tiers.load_timeout,
     )
-    engine = _with_profile(parts, config, f"{fingerprint.short}-{device.type}-{threads}")
+    engine = _with_profile(parts, home, f"{fingerprint.short}-{device.type}-{threads}")
     return Built(engine, tokenizer, fingerprint, device, dtype, threads, attention.name, check)
 
 
-def _with_profile(parts: EngineParts, config: EngineConfig, name: str) -> Engine:
+def _with_profile(parts: EngineParts, home: Path, name: str) -> Engine:
     """An engine that knows its rates, if there are tiers for which they matter."""
     if parts.controller is None or parts.chunks.store.immediate:
         return Engine(parts)
-    home = Path(config.home) if config.home else default_home()
     engine = Engine(parts, Profile(home / "profiles" / f"{name}.json"))
     if not engine.profile.measured:
         calibrate(engine, engine.profile)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from blake3 import blake3
 
 from kvweave.core.keys import Scope
 from kvweave.store.base import EraseReceipt, MissReason, TierError, TierReceipt
+from kvweave.store.erasure_notes import Notes
 from kvweave.store.host import HostStore
 from kvweave.store.medium import Medium
 
@@ -27,12 +29,18 @@ _RETRY = 15.0
 
 
 class Eraser:
-    """Epochs of tenants over all media, and erasure. Thread-safe."""
+    """Epochs of tenants over all media, and erasure. Thread-safe.
 
-    def __init__(self, media: Sequence[Medium], host: HostStore, secret: bytes) -> None:
+    ``notes``, by tier: what couldn't be told to a tier before the program ends is noted there, and told by the next one.
+    """
+
+    def __init__(
+        self, media: Sequence[Medium], host: HostStore, secret: bytes, notes: Mapping[str, Notes] | None = None
+    ) -> None:
         self._media = media
         self._host = host
         self._secret = secret
+        self._notes = notes or {}
         self._known: dict[bytes, tuple[int, float]] = {}
         """Scope tag -> epoch, and when it was looked up (monotonic)."""
         self._blind: dict[tuple[str, bytes], MissReason] = {}
@@ -43,6 +51,10 @@ class Eraser:
         self._wake = threading.Event()
         self._closed = False
         self._thread: threading.Thread | None = None
+        for medium in media:
+            for tag, epoch in self._noted(medium.name).items():
+                self._known[tag] = (max(epoch, self.known_epoch(tag)), float("-inf"))
+                self._retry([medium.name], tag, epoch)
 
     def scope(self, tenant: str) -> Scope:
         """The tenant's scope at his current epoch; looks at the media again after ``EPOCH_TTL``."""
@@ -75,6 +87,8 @@ class Eraser:
         if self._media:
             time.sleep(EPOCH_TTL)  # by then every process that shares a medium has looked again
         pending = tuple(name for name, receipt in tiers.items() if receipt.state == "unreachable")
+        for name in pending:
+            tiers[name] = self._note(name, tag, epoch, tiers[name])
         self._retry(pending, tag, epoch)
         now = time.time()
         name = blake3(tag + str(now).encode()).hexdigest(length=8)
@@ -139,6 +153,33 @@ class Eraser:
             return TierReceipt(0, 0, "unreachable", str(error))
         return TierReceipt(records, size, "deleted")
 
+    def _noted(self, name: str) -> dict[bytes, int]:
+        try:
+            return self._notes[name].all() if name in self._notes else {}
+        except TierError as error:
+            LOG.warning("erasures that tier %s wasn't told of before can't be read: %s", name, error)
+            return {}
+
+    def _note(self, name: str, tag: bytes, epoch: int, receipt: TierReceipt) -> TierReceipt:
+        """For the next engine, should this one end first; the receipt says so where that can't be."""
+        try:
+            if name not in self._notes:
+                raise TierError("io", "there is no place for notes")
+            self._notes[name].add(tag, epoch)
+        except TierError as error:
+            return replace(receipt, error=f"{receipt.error}. Only this process knows: repeat it after a restart ({error})")
+        return receipt
+
+    def _done(self, name: str, tag: bytes, epoch: int) -> None:
+        with self._lock:
+            if self._pending.get((name, tag)) == epoch:  # else he was erased again meanwhile
+                del self._pending[name, tag]
+        try:
+            if name in self._notes:
+                self._notes[name].done(tag, epoch)
+        except TierError as error:  # it is told once more by the next engine, which does no harm
+            LOG.warning("an erasure that tier %s knows of now is still noted: %s", name, error)
+
     def _retry(self, names: Sequence[str], tag: bytes, epoch: int) -> None:
         with self._lock:
             self._pending.update({(name, tag): epoch for name in names})
@@ -154,8 +195,7 @@ class Eraser:
             for (name, tag), epoch in pending.items():
                 medium = next(m for m in self._media if m.name == name)
                 if self._tell(medium, tag, epoch) is None and self._remove(medium, tag).state == "deleted":
-                    with self._lock:
-                        self._pending.pop((name, tag), None)
+                    self._done(name, tag, epoch)
             with self._lock:
                 if not self._pending:
                     self._thread = None

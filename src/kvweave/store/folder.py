@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -40,12 +41,23 @@ class Epochs:
 
     def raise_to(self, scope: bytes, epoch: int, patience: float) -> None:
         """Durably, to at least ``epoch``. Raises ``TierError``."""
+        with self._locked(patience):
+            if self._readable(scope) < epoch:
+                replace_file(self._path(scope), str(epoch))
+
+    def remove(self, scope: bytes, epoch: int, patience: float) -> None:
+        """Forget it, unless it is above ``epoch``. Raises ``TierError``."""
+        with self._locked(patience):
+            if self._readable(scope) <= epoch:
+                unlink(self._path(scope))
+
+    @contextlib.contextmanager
+    def _locked(self, patience: float) -> Iterator[None]:
         try:
             lock = private_file(f"{self._folder}/lock")
             try:
                 lock_file(lock, patience)
-                if self._readable(scope) < epoch:
-                    replace_file(self._path(scope), str(epoch))
+                yield
             finally:
                 os.close(lock)
         except OSError as error:

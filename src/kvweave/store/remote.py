@@ -69,6 +69,15 @@ def check_remote(medium: RedisBlobs | S3Blobs, url: str, timeout: float) -> None
         ) from None
 
 
+def address(url: str) -> str:
+    """Where a remote tier's values lie, however its URL says so and whatever else it says. Raises ``ConfigError``."""
+    parts = _split(url)
+    if parts.scheme in _REDIS:
+        return f"redis {parts.hostname}:{parts.port or 6379}/{parts.path[1:] or 0}"
+    endpoint = dict(parse_qsl(parts.query)).get("endpoint", "")
+    return f"{parts.scheme} {endpoint.rstrip('/')} {parts.hostname}/{parts.path.strip('/')}"
+
+
 def redacted(url: str) -> str:
     """``url`` without anything that may be secret; never raises, whatever it is given."""
     scheme, separator, rest = url.partition("://")

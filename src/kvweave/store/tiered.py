@@ -15,8 +15,9 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 from kvweave.core.keys import ChunkIdentity, ChunkKey, Scope
 from kvweave.core.spec import KVLayout
@@ -34,6 +35,7 @@ from kvweave.store.base import (
 )
 from kvweave.store.codec import CodecName, round_trip
 from kvweave.store.erasure import Eraser
+from kvweave.store.erasure_notes import Notes
 from kvweave.store.eviction import check_pin
 from kvweave.store.host import HostStore
 from kvweave.store.io_pool import IOPool, Staging
@@ -67,6 +69,8 @@ class TierOptions:
     secret: bytes = b""
     """Shared by all machines that share a store; keys the tenants' keys."""
     writer: str = "kvweave"
+    notes: Mapping[str, Path] = field(default_factory=dict)
+    """By tier, a folder of this host where erasures are noted that the tier couldn't be told of."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,8 @@ class TieredStore:
             )
             for tier in self.tiers
         }
-        self._eraser = Eraser([tier.medium for tier in self.tiers], host, self.options.secret)
+        notes = {name: Notes(folder) for name, folder in self.options.notes.items()}
+        self._eraser = Eraser([tier.medium for tier in self.tiers], host, self.options.secret, notes)
         self._moving: dict[ChunkKey, Future[None]] = {}
         """Records on their way between tiers, in the background."""
         # A program that ends without closing the store still gets its queue written. What is registered must not refer to
