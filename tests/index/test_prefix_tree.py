@@ -46,6 +46,10 @@ class Tree(RuleBasedStateMachine):
             self.model[scope, tuple(tokens[: n + 1])] = int(mine[n])
         self.slots.release(mine)
 
+    @rule(tokens=TOKENS, scope=SCOPES)
+    def covered(self, tokens: list[int], scope: str) -> None:
+        assert self.tree.covered(tokens, scope) == len(self.known(tokens, scope))
+
     @rule(tokens=TOKENS, scope=SCOPES, pin=st.booleans())
     def match(self, tokens: list[int], scope: str, pin: bool) -> None:
         got = self.tree.match(tokens, scope)
@@ -139,3 +143,18 @@ def test_pins_are_lifted_and_overruled() -> None:
     tree.pin([1, 2, 3], "a", until=100)
     assert tree.evict(1) == 0
     assert tree.evict(1, pinned=True) == 3
+
+
+def test_looking_is_not_a_use() -> None:
+    slots, now = SlotAllocator(8), [0.0]
+    tree = PrefixTree(slots, lambda: now[0])
+    for tokens in ([1, 2], [3, 4]):
+        mine = slots.allocate(2)
+        assert mine is not None
+        tree.insert(tokens, mine, "a", expires=10.0)
+        slots.release(mine)
+    assert tree.covered([1, 2, 9], "a") == 2
+    tree.evict(1)
+    assert (tree.covered([1, 2], "a"), tree.covered([3, 4], "a")) == (0, 2)  # the one that was looked at went first
+    now[0] = 10.0
+    assert tree.covered([3, 4], "a") == 0

@@ -102,6 +102,19 @@ class PrefixTree:
                 node.expires = max(node.expires, until)
         return sum(len(node.tokens) for node in path)
 
+    def covered(self, tokens: Sequence[int], scope: str) -> int:
+        """Tokens of the longest cached prefix; not a use of it."""
+        node, at, now = self._roots.get(scope), 0, self._time()
+        while node is not None and at < len(tokens):
+            node = node.children.get(tokens[at])
+            if node is None or node.expires <= now:
+                break
+            n = _common(node.tokens, tokens, at)
+            at += n
+            if n < len(node.tokens):
+                break
+        return at
+
     def pinned_tokens(self, scopes: str = "") -> int:
         """Tokens of pinned prefixes, in the scopes whose names start so."""
         now, seen, count = self._time(), set(), 0
