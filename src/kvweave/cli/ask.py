@@ -150,7 +150,7 @@ def _prefill(llm: LLM, prompt: Prompt, progress: Progress) -> Prefilled:
     with progress.bar("Prefilling documents", total=len(prompt.documents)) as step:
         done = llm.precompute(
             prompt.documents,
-            head=Prompt(prompt.segments[: first + 1]),
+            head=dataclasses.replace(prompt, segments=prompt.segments[: first + 1]),
             progress=lambda item: step(f"Document {item.id}: {item.computed_tokens:,} tokens computed"),
         )
     return Prefilled(sum(item.computed_tokens for item in done), (time.perf_counter() - start) * 1e3)

@@ -59,15 +59,19 @@ Segment = str | Document
 class Prompt:
     """A prompt as a sequence of segments: plain strings (always computed or matched exactly) and documents.
 
-    Each segment is tokenised alone; the prompt is the concatenation of the ids, whatever technique runs.
+    Each segment is tokenised alone; the prompt is the concatenation of the ids, whatever technique runs. ``add_bos``: a
+    token for the beginning of the text is put in front where the model has one and the text doesn't; chat templates write
+    all there is to write.
     """
 
     segments: tuple[Segment, ...]
+    add_bos: bool
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    def __init__(self, segments: Sequence[Segment], *, add_bos: bool = True) -> None:
         if isinstance(segments, str | Document):
             segments = (segments,)
         object.__setattr__(self, "segments", tuple(segments))
+        object.__setattr__(self, "add_bos", add_bos)
         for i, segment in enumerate(self.segments):
             if not isinstance(segment, str | Document):
                 raise InvalidRequest(
