@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvweave.core.chat import Conversation
 from kvweave.core.prompt import TokenPrompt
 from kvweave.core.report import Output
+from kvweave.protocol.cache import Pin
 
 if TYPE_CHECKING:
     from kvweave.engine.loop import EngineLoop
@@ -48,6 +49,8 @@ class Exchange:
     """False: nothing of it entered a cache."""
     ttl: float | None = None
     """Seconds that what it published lives."""
+    pins: tuple[Pin, ...] = ()
+    """What of it is to stay cached."""
     arrived: float = field(default_factory=time.time)
     """Unix time."""
 
