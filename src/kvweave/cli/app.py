@@ -10,6 +10,7 @@ from kvweave import __version__
 from kvweave.cli.bench import bench
 from kvweave.cli.cache import cache
 from kvweave.cli.environment import home_from_environment
+from kvweave.cli.eval import evaluate
 from kvweave.cli.options import (
     REUSE,
     SAMPLING,
@@ -49,6 +50,7 @@ def _show_version(asked: bool) -> None:
 
 
 app.add_typer(cache, name="cache")
+app.add_typer(evaluate, name="eval")
 app.add_typer(bench, name="bench")
 
 

@@ -1,14 +1,15 @@
 """Evaluation data: files the user has, read into one shape, :class:`Example`.
 
-Two kinds of JSONL file are known by their keys:
+Three kinds of JSONL file are known by their keys:
 
 * question answering, ``{question, answers[], ctxs[{title, text}], id?}``: the form of the CacheBlend authors' MuSiQue
   inputs (YaoJiayi/CacheBlend, ``inputs/musique_s.json``), to which HotpotQA, 2WikiMultihopQA and MuSiQue are easily
   converted; one document per entry of ``ctxs``;
+* questions over documents, ``{question, documents[], answers[]?, id?}``: a document is a text or ``{title, text}``;
 * dialogue summarisation, ``{dialogue, summary, id?, split?}`` (SAMSum, arXiv:1911.12237): made into few-shot prompts
   whose documents are worked examples, see :func:`few_shot`.
 
-No data comes with kvweave. A file that doesn't hold what it should is refused with the number of the line.
+A file that doesn't hold what it should is refused with the number of the line.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ TOKENS_PER_WORD = 1.35
 
 SUMMARY_INSTRUCTION = "Summarise this dialogue in one sentence."
 _QA_KEYS = frozenset({"question", "answers", "ctxs"})
+_DOCUMENT_KEYS = frozenset({"question", "documents"})
 _SUMMARY_KEYS = frozenset({"dialogue", "summary"})
 
 
@@ -37,8 +39,8 @@ class Example:
     """One question over several documents.
 
     ``documents`` are in the order of the prompt, each ``title + "\\n" + text`` where there is a title. ``answers`` are
-    alternatives, any of which is right. ``task`` tells which metrics fit: F1 and exact match for ``qa``, ROUGE-L for
-    ``summary``.
+    alternatives, any of which is right; none where the data has none. ``task`` tells which metrics fit: F1 and exact match
+    for ``qa``, ROUGE-L for ``summary``.
     """
 
     id: str
@@ -62,6 +64,8 @@ def load_dataset(path: str | Path) -> list[Example]:
     keys = numbered[0][1].keys()
     if keys >= _QA_KEYS:
         return _unique_ids([(f"'{path}' line {n}", _qa_example(path, n, record)) for n, record in numbered])
+    if keys >= _DOCUMENT_KEYS:
+        return _unique_ids([(f"'{path}' line {n}", _document_example(path, n, record)) for n, record in numbered])
     if keys >= _SUMMARY_KEYS:
         for number, record in numbered:
             _check_dialogue(f"'{path}' line {number}", record)
@@ -69,7 +73,8 @@ def load_dataset(path: str | Path) -> list[Example]:
     shown = ", ".join(map(repr, sorted(keys)[:8]))
     raise ConfigError(
         f"Data set '{path}' has records of an unknown kind, with the keys {shown or 'none'}. "
-        f"Known are question, answers, ctxs (question answering) and dialogue, summary (summarisation)."
+        f"Known are question, answers, ctxs (question answering), question, documents (without answers) and "
+        f"dialogue, summary (summarisation)."
     )
 
 
@@ -205,12 +210,27 @@ def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _qa_example(path: Path, number: int, record: Record) -> Example:
     where = f"'{path}' line {number}"
+    answers = _answers(record, where)
+    documents = tuple(_context(c, f"{where}, ctxs[{i}]") for i, c in enumerate(_list(record, "ctxs", where)))
+    name = _id_of(record, f"{path.stem}:{number}", where)
+    return Example(name, documents, _text(record, "question", where), answers, "qa")
+
+
+def _document_example(path: Path, number: int, record: Record) -> Example:
+    where = f"'{path}' line {number}"
+    entries = _list(record, "documents", where)
+    contexts = [{"text": entry} if isinstance(entry, str) else entry for entry in entries]
+    documents = tuple(_context(c, f"{where}, documents[{i}]") for i, c in enumerate(contexts))
+    name = _id_of(record, f"{path.stem}:{number}", where)
+    answers = _answers(record, where) if "answers" in record else ()
+    return Example(name, documents, _text(record, "question", where), answers, "qa")
+
+
+def _answers(record: Record, where: str) -> tuple[str, ...]:
     answers = _list(record, "answers", where)
     if not all(isinstance(answer, str) and answer.strip() for answer in answers):
         raise DocumentError(f"{where}: 'answers' holds something that is not text. Give strings.")
-    documents = tuple(_context(c, f"{where}, ctxs[{i}]") for i, c in enumerate(_list(record, "ctxs", where)))
-    name = _id_of(record, f"{path.stem}:{number}", where)
-    return Example(name, documents, _text(record, "question", where), tuple(answers), "qa")
+    return tuple(answers)
 
 
 def _context(context: object, where: str) -> str:

@@ -225,6 +225,45 @@ def _resampled_means(sums: np.ndarray, counts: np.ndarray, resamples: int, gener
     return np.concatenate(means)
 
 
+def upper_bound(values: Sequence[float], resamples: int = 10_000, seed: int = 0) -> float:
+    """Upper 95 % bound (one-sided) of the mean of the distribution that ``values`` are drawn from, by bootstrap-t.
+
+    Divergences are skewed to the right: the few large ones may be missing from a small sample. Bounds by Student's t and by
+    percentiles are then too low; studentising the resampled means corrects for the skew (Efron and Tibshirani 1993, 12.5).
+
+    Args:
+        values: [n] in any unit, independent of each other.
+        resamples: how many resamples are drawn.
+        seed: the same seed gives the same bound.
+
+    Returns:
+        The bound, in the unit of the values; ``inf`` where they are too alike but for a few to tell (most are equal).
+
+    Raises:
+        InvalidOption: there are fewer than two values, one is not finite, or ``resamples`` is below 1.
+    """
+    sample = np.array(values, dtype=np.float64)  # [n]
+    if sample.size < 2 or not np.isfinite(sample).all() or resamples < 1:
+        raise InvalidOption("A bound needs at least two finite values, and one resample.")
+    mean, error = sample.mean(), _standard_error(sample)
+    if error == 0:
+        return float(mean)
+    generator = np.random.default_rng(seed)
+    step = max(1, _DRAWS_AT_ONCE // sample.size)
+    studentised = []
+    for start in range(0, resamples, step):
+        drawn = sample[generator.integers(sample.size, size=(min(step, resamples - start), sample.size))]  # [step, n]
+        with np.errstate(divide="ignore", invalid="ignore"):  # all values of a resample may be equal
+            studentised.append((drawn.mean(axis=1) - mean) / _standard_error(drawn))
+    t = np.nan_to_num(np.concatenate(studentised), nan=0.0, posinf=np.inf, neginf=-np.inf)
+    return float(mean - np.quantile(t, 0.05, method="lower") * error)
+
+
+def _standard_error(values: np.ndarray) -> np.ndarray:
+    """Of the mean over the last dimension."""
+    return values.std(axis=-1, ddof=1) / np.sqrt(values.shape[-1])
+
+
 def summarise(values: Sequence[float]) -> Summary:
     """Mean, median, 95th percentile (nearest rank: always one of the values) and number of ``values``, in their unit.
 
