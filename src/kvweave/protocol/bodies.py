@@ -19,6 +19,8 @@ _INSTEAD = {
     "prediction": "Leave it out.",
     "web_search_options": "Leave it out, and put what was found into the messages.",
     "moderation": "Leave it out, and check texts in the client.",
+    "segments": "Mark content parts, or send documents.",
+    "documents": "Send segments.",
     "return_token_ids": "Ask /tokenize, or send logprobs.",
 }
 _CONTENT = {
@@ -201,6 +203,7 @@ class ChatCompletionBody(GenerationFields):
     reasoning_effort: str | None = Field(default=None, max_length=64)
     modalities: list[str] | None = None
     verbosity: Any = Field(default=None, description="Accepted, no effect.")
+    segments: Any = None
     functions: Any = None
     function_call: Any = None
     audio: Any = None
@@ -208,7 +211,7 @@ class ChatCompletionBody(GenerationFields):
     web_search_options: Any = None
     moderation: Any = None
 
-    @field_validator("functions", "function_call", "audio", "prediction", "web_search_options", "moderation")
+    @field_validator("segments", "functions", "function_call", "audio", "prediction", "web_search_options", "moderation")
     @classmethod
     def _not_here(cls, value: Any, info: Any) -> Any:
         return _unsupported(value, info.field_name)
@@ -252,13 +255,14 @@ class CompletionBody(GenerationFields):
     segments: list[SegmentBody] | None = None
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    documents: Any = None
     suffix: Any = None
     best_of: int | None = None
 
-    @field_validator("suffix")
+    @field_validator("documents", "suffix")
     @classmethod
-    def _no_suffix(cls, value: Any) -> Any:
-        return _unsupported(value, "suffix")
+    def _not_here(cls, value: Any, info: Any) -> Any:
+        return _unsupported(value, info.field_name)
 
     @field_validator("best_of")
     @classmethod

@@ -120,7 +120,7 @@ def cache_options(received: Received, pins: tuple[Pin, ...], messages: int, limi
             )
     return CacheOptions(
         reuse=cache.reuse,
-        technique=cache.technique or None,
+        technique=cache.technique,
         recompute_ratio=cache.recompute_ratio,
         max_divergence=cache.max_divergence,
         fallback=cache.fallback or "allow",

@@ -72,7 +72,7 @@ class CacheBody(Closed):
     drop: Annotated[Any, WithJsonSchema({"type": ["object", "null"], "additionalProperties": {"type": "array"}})] = None
     reposition: Annotated[Any, WithJsonSchema({"type": ["array", "null"], "items": {"type": "integer"}})] = None
     reuse: Literal["exact", "fused", "auto", "off"] | None = None
-    technique: str | None = Field(default=None, max_length=256)
+    technique: str | None = Field(default=None, min_length=1, max_length=256)
     template: str | None = Field(default=None, pattern=LABEL)
     recompute_ratio: float | None = Field(default=None, ge=0, le=1)
     max_divergence: float | None = Field(default=None, ge=0)

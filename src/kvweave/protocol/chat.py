@@ -154,7 +154,7 @@ def _max_tokens(body: ChatCompletionBody) -> int:
     given = {value for value in (body.max_tokens, body.max_completion_tokens) if value is not None}
     if len(given) > 1:
         raise ConflictingFields("max_tokens and max_completion_tokens differ. Send only one of them.", param="max_tokens")
-    return min(UNLIMITED, *given, UNLIMITED)
+    return min((UNLIMITED, *given))
 
 
 def _logprobs(body: ChatCompletionBody) -> int | None:

@@ -62,7 +62,12 @@ def parse_edits(body: CacheFields, cache: CacheBody, path: str, messages: int, l
     repositions = {own[1]: cache.reposition, "reposition": body.reposition}
     drops, repositions = ({n: v for n, v in d.items() if v not in _ABSENT} for d in (drops, repositions))
     clearing = _clear_tool_uses(body)
-    _refuse_two_spellings([*drops, *repositions], own, clearing is not None)
+    _refuse_two_spellings([*drops, *repositions], own)
+    if clearing is not None and drops:
+        raise ConflictingFields(
+            f"{next(iter(drops))} and context_management both say what is dropped. Send only one of them.",
+            param="context_management",
+        )
     if isinstance(rule := drops.pop("drop_rule", None), DropRule) and (listed := _listed(rule)) not in _ABSENT:
         drops["drop_rule.drop_messages"] = listed
     drop = {k: v for n, d in drops.items() for k, v in _drop(d, n, alias=n not in own).items()}
@@ -72,16 +77,12 @@ def parse_edits(body: CacheFields, cache: CacheBody, path: str, messages: int, l
     return Edits(drop, reposition, clearing)
 
 
-def _refuse_two_spellings(given: list[str], own: tuple[str, ...], clearing: bool) -> None:
+def _refuse_two_spellings(given: list[str], own: tuple[str, ...]) -> None:
     aliases = [name for name in given if name not in own]
     if aliases and (len(aliases) < len(given) or {"drop_message", "drop_rule"} <= set(aliases)):
         first = next(name for name in given if name != aliases[-1])
         raise ConflictingFields(
             f"{first} and {aliases[-1]} are two spellings of one thing. Send only {first}.", param=aliases[-1]
-        )
-    if clearing and given:
-        raise ConflictingFields(
-            f"{given[0]} and context_management both say what is dropped. Send only one of them.", param="context_management"
         )
 
 

@@ -11,7 +11,7 @@ def refuse_edits(edits: Edits, path: str) -> None:
     if edits:
         raise UnsupportedParameter(
             "Drop and reposition come in a later version. Leave them out, or delete old messages from the request.",
-            param=f"{path}.drop" if any(edits.drop.values()) else f"{path}.reposition",
+            param=path,
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvweave.core.sampling import SamplingParams
-from kvweave.errors import InvalidOption, InvalidRequest, UnsupportedParameter
+from kvweave.errors import InvalidOption, InvalidRequest
 from kvweave.protocol.bodies import GenerationFields
 from kvweave.protocol.limits import Limits
 
@@ -45,14 +45,12 @@ def samples(body: GenerationFields, limits: Limits) -> int:
 
 
 def stream_usage(body: GenerationFields) -> tuple[bool, bool]:
-    """Whether usage is wanted in a last chunk, and in every chunk. Raises ``UnsupportedParameter`` without a stream."""
+    """Whether usage is wanted in a last chunk, and in every chunk. Raises ``InvalidRequest`` without a stream."""
     options = body.stream_options
     if options is None:
         return False, False
     if not body.stream:
-        raise UnsupportedParameter(
-            "stream_options are for streams. Send stream: true, or leave them out.", param="stream_options"
-        )
+        raise InvalidRequest("stream_options are for streams. Send stream: true, or leave them out.", param="stream_options")
     return bool(options.include_usage), bool(options.continuous_usage_stats)
 
 

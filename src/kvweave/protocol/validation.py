@@ -155,7 +155,7 @@ def _translate(details: list[ErrorDetails], value: object, where: str) -> Reques
         shown = show_path((*path, str(detail["loc"][-1])), where)
         return InvalidRequest(f"{shown} is missing. Add it.", param=shown)
     expected = [_expected(d) for d in at_place] if detail["type"] in _TYPES else [_expected(detail)]
-    got = _got(detail, path[-1] if detail["loc"][-1] == "[key]" else _at(value, path))
+    got = _got(detail, path[-1] if detail["loc"][-1:] == ("[key]",) else _at(value, path))
     return _invalid(
         show_path(path, where),
         f"expected {' or '.join(dict.fromkeys(expected))}, got {got}. Correct it or leave it out.",
