@@ -70,6 +70,15 @@ def test_a_prompt_that_differs_inside_a_long_message_is_still_found() -> None:
     assert found.id == "chatcmpl-1"
 
 
+def test_a_prompt_with_the_same_question_is_nearer_than_the_last_one() -> None:
+    log = RequestLog()
+    for n, (system, user) in enumerate([("be brief", "who ?"), ("be brief", "when ?")]):
+        log.add("a", logged(n, shape(("system", system), ("user", user))))
+    found = log.best_match("a", shape(("system", "be long"), ("user", "who ?")), 1.0)
+    assert found is not None
+    assert found.id == "chatcmpl-0"
+
+
 def test_own_salt_and_model_come_first() -> None:
     log = RequestLog()
     log.add("a", logged(1, ask(1, salt="x")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from kvweave.server.explain import Circumstances, explain, published_tokens
+from kvweave.server.explain import Circumstances, explain, published_tokens, token_kinds
 from kvweave.server.request_log import Logged
 from kvweave.server.shape import RequestShape
 from kvweave.server.state import Answered, Exchange, ServerState
@@ -62,6 +62,7 @@ def _record(exchange: Exchange, answered: Answered, explained: dict[str, Any]) -
         "finish_reasons": [output.finish_reason for output in answered.outputs],
         "prompt_tokens": report.prompt_tokens,
         "completion_tokens": sum(len(output.token_ids) for output in answered.outputs),
+        "tokens": token_kinds(report),
         "cache_ops": exchange.operations,
         "cache": explained,
         "timings": report.timings,

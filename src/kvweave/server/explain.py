@@ -64,7 +64,7 @@ def explain(report: ReuseReport, shape: RequestShape, earlier: Earlier | None, a
     """The ``cache`` object. Its segments and ``other`` add up to the report's token classes."""
     left = _left_at(report, shape, earlier, around.now)
     segments = [_segment(segment, shape, left, report) for segment in report.segments]
-    other = Counter(_kinds(report))
+    other = Counter(token_kinds(report))
     for segment in report.segments:
         other.subtract(segment.tokens)
     return {
@@ -181,11 +181,6 @@ def _segment_reason(segment: SegmentReport, left: Mapping[str, Any] | None, repo
     return known
 
 
-def _kinds(report: ReuseReport) -> dict[str, int]:
-    counts = (report.cached_tokens, report.fused_tokens, report.recomputed_tokens, report.prefilled_tokens)
-    return dict(zip(TOKEN_KINDS, counts, strict=True))
-
-
 def _present(tokens: Mapping[str, int]) -> dict[str, int]:
     return {kind: tokens[kind] for kind in TOKEN_KINDS if tokens[kind]}
 
@@ -196,3 +191,9 @@ def published_tokens(report: ReuseReport, *, publish: bool) -> int:
         return 0
     fused: Sequence[SegmentReport] = [s for s in report.segments if s.tokens["fused"] or s.tokens["recomputed"]]
     return fused[0].start if fused else report.prompt_tokens
+
+
+def token_kinds(report: ReuseReport) -> dict[str, int]:
+    """All prompt tokens by kind of ``TOKEN_KINDS``."""
+    counts = (report.cached_tokens, report.fused_tokens, report.recomputed_tokens, report.prefilled_tokens)
+    return dict(zip(TOKEN_KINDS, counts, strict=True))

@@ -104,10 +104,14 @@ class RequestShape:
         return _positions(self.pieces)
 
     def landmarks(self) -> list[tuple[int, str]]:
-        """The marks by which similar prompts are found: ends of pieces, and ``STRIDE`` times the powers of two."""
+        """Marks by which similar prompts are found, with how many tokens they stand for.
+
+        Ends of pieces, ``STRIDE`` times the powers of two, and texts of messages: those tell nothing of what is in front.
+        """
         stops = {piece.stop for piece in self.pieces}
         marks = zip(self.positions, self.marks, strict=True)
-        return [(at, mark) for at, mark in marks if at in stops or (at % STRIDE == 0 and (at // STRIDE).bit_count() == 1)]
+        found = [(at, mark) for at, mark in marks if at in stops or (at % STRIDE == 0 and (at // STRIDE).bit_count() == 1)]
+        return [(0, text) for text in dict.fromkeys(p.text for p in self.pieces) if text] + found
 
     def common(self, other: RequestShape) -> int:
         """Leading tokens that are known to be the same: at most ``STRIDE`` - 1 too few inside a piece, never too many."""
