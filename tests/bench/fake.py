@@ -1,4 +1,4 @@
-"""A server that streams made-up answers, on a port of its own."""
+"""An OpenAI-compatible server that streams made-up answers, on a port of its own."""
 
 from __future__ import annotations
 
@@ -8,41 +8,70 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+DETAILS = {"cached_tokens": 3, "fused_tokens": 4}
+PROMPT_TOKENS = 10
 
 
+@dataclass
 class Fake:
-    """Notes what it was asked; ``fail`` makes every n-th request fail."""
+    """Notes what it was asked. ``fail``: every n-th request; ``refuses``: a body field it doesn't know; ``breaks``: what the
+    stream holds instead of its second token."""
 
-    def __init__(self, *, kvweave: bool = False, fail: int = 0) -> None:
-        self.bodies: list[dict[str, Any]] = []
-        self.running = self.most_running = 0
-        self.app = FastAPI()
-        model: dict[str, Any] = {"id": "fake", "object": "model"} | ({"kvweave": {}} if kvweave else {})
-        self.app.get("/v1/models")(lambda: {"data": [model]})
+    kvweave: bool = False
+    fail: int = 0
+    refuses: str = ""
+    breaks: str = ""
+    key: str = ""
+    pause_s: float = 0.002
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    running: int = 0
+    most_running: int = 0
 
-        @self.app.post("/v1/chat/completions")
-        async def answer(request: Request) -> Any:
-            body = await request.json()
-            self.bodies.append(body)
-            if fail and len(self.bodies) % fail == 0:
-                return JSONResponse({"error": {"code": "overloaded"}}, 503)
-            return StreamingResponse(self.stream(body), media_type="text/event-stream")
+    @property
+    def app(self) -> FastAPI:
+        app = FastAPI()
+        app.get("/v1/models")(self.models)
+        app.post("/v1/chat/completions")(self.answer)
+        return app
+
+    async def models(self, request: Request) -> Response:
+        if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
+            return JSONResponse({"error": {"message": "No."}}, 401)
+        known: dict[str, Any] = {"id": "fake", "object": "model"} | ({"kvweave": {}} if self.kvweave else {})
+        return JSONResponse({"data": [known, {"id": "other"}]})
+
+    async def answer(self, request: Request) -> Response:
+        body = await request.json()
+        self.bodies.append(body)
+        if self.refuses in body:
+            return JSONResponse({"error": {"message": f"Unknown field {self.refuses}.", "code": "unknown"}}, 400)
+        if self.fail and len(self.bodies) % self.fail == 0:
+            return JSONResponse({"error": {"message": "Busy.", "code": "overloaded"}}, 503)
+        return StreamingResponse(self.stream(body), media_type="text/event-stream")
 
     async def stream(self, body: dict[str, Any]) -> AsyncIterator[str]:
+        """A role, a chunk a token, a finish reason, usage: each chunk of its own, as llama.cpp does it."""
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
-            for _ in range(body["max_tokens"]):
-                await asyncio.sleep(0.002)
-                yield f"data: {json.dumps({'choices': [{'delta': {'content': 'x'}}]})}\n\n"
-            details = {"cached_tokens": 3, "fused_tokens": 4}
-            usage = {"prompt_tokens": 10, "completion_tokens": body["max_tokens"], "prompt_tokens_details": details}
-            yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n"
+            yield _event(choices=[{"delta": {"role": "assistant", "content": None}}])
+            for token in range(body["max_tokens"]):
+                await asyncio.sleep(self.pause_s)
+                if self.breaks and token == 1:
+                    yield f"data: {self.breaks}\n\n"
+                    return
+                yield _event(choices=[{"delta": {"content": f"w{token} "}}])
+            yield _event(choices=[{"delta": {}, "finish_reason": "length"}])
+            tokens = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": body["max_tokens"]}
+            yield _event(choices=[], usage={**tokens, "prompt_tokens_details": {**DETAILS, "none": None}})
+            yield "data: [DONE]\n\n"
         finally:
             self.running -= 1
 
@@ -62,3 +91,8 @@ def serving(app: Any) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join(10)
+        listening.close()
+
+
+def _event(**fields: Any) -> str:
+    return f"data: {json.dumps(fields)}\n\n"

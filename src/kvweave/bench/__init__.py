@@ -1,1 +1,4 @@
-"""Load against any OpenAI-compatible server: workloads, a client that times every piece, summaries and reports."""
+"""Load on OpenAI-compatible servers whose prompts repeat text, and what comes back: latency, throughput, token classes.
+
+It speaks HTTP alone, so that every server is measured by the same client; it loads neither torch nor transformers.
+"""

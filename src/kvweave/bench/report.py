@@ -1,113 +1,115 @@
-"""A report as one HTML file that needs nothing else: tables, and plots in plain SVG."""
+"""The report of a run as one HTML file: numbers and plain SVG, nothing loaded from elsewhere."""
 
 from __future__ import annotations
 
-import html
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from html import escape
 from typing import Any
 
-from kvweave.bench.client import Row
+from kvweave.bench.run import Result
+from kvweave.bench.tables import facts, latency_rows, token_rows
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 240, 60, 30
-_COLOURS = ("#1f6feb", "#d1742f", "#2a9d5c", "#8250df", "#b3261e", "#57606a")
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 240, 64, 32
+_TICKS = 4
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1f2328 }
-table { border-collapse: collapse; margin: 1rem 0 }
-th, td { padding: .25rem .75rem; text-align: right; border-bottom: 1px solid #d1d9e0 }
-th:first-child, td:first-child { text-align: left } svg { max-width: 100%; height: auto } h2 { margin-top: 2rem }
-@media (prefers-color-scheme: dark) { body { background: #0d1117; color: #e6edf3 } th, td { border-color: #30363d } }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
+table { border-collapse: collapse; margin: 1rem 0; } th, td { padding: .25rem .9rem .25rem 0; text-align: right; }
+th:first-child, td:first-child { text-align: left; } thead { border-bottom: 1px solid #999; }
+svg { width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; fill: #555; }
+figure { margin: 1.5rem 0; } figcaption { color: #555; }
 """
 
 
-def render(title: str, summary: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    """The whole page."""
-    good = [row for row in rows if row.error is None and row.ttft is not None]
-    start = [(row.start, 1e3 * (row.ttft or 0.0)) for row in good]
-    parts = [
-        f"<h1>{html.escape(title)}</h1>",
-        _table(summary),
-        "<h2>Time to the first token</h2>",
-        scatter(start, "seconds since the run began", "ms"),
-        cumulative([y for _, y in start], "ms to the first token"),
+def page(result: Result) -> str:
+    """The whole document. Names and texts from outside are escaped."""
+    rows = list(result.rows())
+    done = [row for row in rows if row["error"] is None]
+    sent, ttft = [row["sent_s"] for row in done], [row["ttft_s"] for row in done]
+    shares = [(rank + 1) / len(done) for rank in range(len(done))]
+    quarters = result.summary.ttft_ms_by_quarter
+    figures = [
+        _figure("TTFT (s) of each request, by when it was sent (s)", _points(sent, ttft)),
+        _figure("Share of requests whose TTFT is at most so many seconds", _line(sorted(ttft), shares)),
+        _figure("Mean TTFT (ms) of the quarters of the run", _bars([f"quarter {n + 1}" for n in range(4)], quarters)),
     ]
-    if usage := {name: n for name, n in summary["usage"].items() if name.endswith("_tokens") and n}:
-        parts += ["<h2>Prompt tokens by class</h2>", bars(usage)]
-    if summary["errors"]:
-        parts += ["<h2>Errors</h2>", bars(summary["errors"])]
-    data = html.escape(json.dumps(summary, indent=2))
-    parts.append(f"<details><summary>All numbers</summary><pre>{data}</pre></details>")
-    body = "\n".join(parts)
-    return f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>' + (
-        f"<style>{_STYLE}</style><body>{body}</body></html>"
-    )
-
-
-def _table(summary: Mapping[str, Any]) -> str:
-    columns = ("mean", "p50", "p90", "p95", "p99")
-    lines = ["<table><tr><th>ms</th>" + "".join(f"<th>{c}</th>" for c in columns) + "</tr>"]
-    names = {"ttft_ms": "first token", "tpot_ms": "per output token", "itl_ms": "between chunks", "e2e_ms": "whole answer"}
-    for key, name in names.items():
-        cells = "".join(f"<td>{_number(summary[key][c])}</td>" for c in columns)
-        lines.append(f"<tr><td>{name}</td>{cells}</tr>")
-    lines.append("</table><table>")
-    facts = ("requests", "seconds", "requests_per_second", "output_tokens_per_second", "server_cpu_seconds")
-    lines += [f"<tr><td>{key.replace('_', ' ')}</td><td>{_number(summary[key])}</td></tr>" for key in facts]
-    return "\n".join([*lines, "</table>"])
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
-
-
-def scatter(points: Sequence[tuple[float, float]], x_name: str, y_name: str) -> str:
-    marks = [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{_COLOURS[0]}"/>' for x, y in _scaled(points)]
-    return _frame(points, marks, x_name, y_name)
-
-
-def cumulative(values: Sequence[float], x_name: str) -> str:
-    """Share of values up to each."""
-    ordered = sorted(values)
-    points = [(value, 100 * (i + 1) / len(ordered)) for i, value in enumerate(ordered)]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in _scaled(points))
-    marks = [f'<polyline points="{line}" fill="none" stroke="{_COLOURS[0]}" stroke-width="2"/>'] if points else []
-    return _frame(points, marks, x_name, "% of requests")
-
-
-def bars(counts: Mapping[str, float]) -> str:
-    most = max(counts.values(), default=0) or 1
-    rows, height = [], 26
-    for i, (name, value) in enumerate(counts.items()):
-        width = (_WIDTH - 320) * value / most
-        y = i * height
-        rows.append(f'<text x="210" y="{y + 17}" text-anchor="end" fill="currentColor">{html.escape(str(name))}</text>')
-        rows.append(f'<rect x="220" y="{y + 4}" width="{width:.1f}" height="18" fill="{_COLOURS[i % len(_COLOURS)]}"/>')
-        rows.append(f'<text x="{226 + width:.1f}" y="{y + 17}" fill="currentColor">{_number(value)}</text>')
-    size = f'viewBox="0 0 {_WIDTH} {height * len(counts) or height}"'
-    return f'<svg {size} width="{_WIDTH}" font-size="13" role="img">{"".join(rows)}</svg>'
-
-
-def _scaled(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    wide, high = _limits(points)
-    return [
-        (_LEFT + (_WIDTH - _LEFT - 10) * x / wide, (_HEIGHT - _BOTTOM) - (_HEIGHT - _BOTTOM - 10) * y / high)
-        for x, y in points
+    title = f"{result.target.model}: {result.options.workload}"
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        _table(("", ""), facts(result)),
+        "<h2>Latency</h2>",
+        _table(*latency_rows(result.summary)),
+        *figures,
+        "<h2>Tokens</h2>",
+        _table(*token_rows(result.summary)),
     ]
+    if result.summary.errors:
+        body += ["<h2>Errors</h2>", _table(("code", "requests"), [(c, str(n)) for c, n in result.summary.errors.items()])]
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(body) + "\n</body></html>\n"
 
 
-def _limits(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    return max((x for x, _ in points), default=1.0) or 1.0, max((y for _, y in points), default=1.0) or 1.0
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns) if any(columns) else ""
+    lines = ("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
-def _frame(points: Sequence[tuple[float, float]], marks: Sequence[str], x_name: str, y_name: str) -> str:
-    wide, high = _limits(points)
-    floor = _HEIGHT - _BOTTOM
-    axes = (
-        f'<path d="M{_LEFT} 10 V{floor} H{_WIDTH - 10}" fill="none" stroke="currentColor"/>'
-        f'<text x="{_LEFT - 6}" y="18" text-anchor="end" fill="currentColor">{high:,.0f}</text>'
-        f'<text x="{_LEFT - 6}" y="{floor}" text-anchor="end" fill="currentColor">0</text>'
-        f'<text x="{_WIDTH - 10}" y="{_HEIGHT - 10}" text-anchor="end" fill="currentColor">{wide:,.1f}</text>'
-        f'<text x="{_LEFT}" y="{_HEIGHT - 10}" fill="currentColor">{html.escape(x_name)}</text>'
-        f'<text x="{_LEFT + 6}" y="22" fill="currentColor">{html.escape(y_name)}</text>'
-    )
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" font-size="12" role="img">{axes}{"".join(marks)}</svg>'
+def _figure(caption: str, drawing: str) -> str:
+    if not drawing:
+        return ""
+    box = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(caption)}"'
+    return f"<figure><svg {box}>{drawing}</svg><figcaption>{escape(caption)}</figcaption></figure>"
+
+
+class _Plane:
+    """Maps values to the drawing area; both axes start at 0."""
+
+    def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
+        self._x, self._y = max(xs) or 1.0, max(ys) or 1.0
+
+    def at(self, x: float, y: float) -> tuple[str, str]:
+        across = _LEFT + (_WIDTH - _LEFT - 16) * x / self._x
+        down = (_HEIGHT - _BOTTOM) - (_HEIGHT - _BOTTOM - 12) * y / self._y
+        return f"{across:.1f}", f"{down:.1f}"
+
+    def axes(self, with_x: bool = True) -> str:
+        marks = []
+        for tick in range(_TICKS + 1):
+            x, bottom = self.at(self._x * tick / _TICKS, 0)
+            left, y = self.at(0, self._y * tick / _TICKS)
+            marks.append(f'<line x1="{left}" x2="{_WIDTH - 16}" y1="{y}" y2="{y}" stroke="#ddd"/>')
+            marks.append(f'<text x="{_LEFT - 6}" y="{y}" dy="4" text-anchor="end">{self._y * tick / _TICKS:.3g}</text>')
+            if with_x:
+                label = f"{self._x * tick / _TICKS:.3g}"
+                marks.append(f'<text x="{x}" y="{bottom}" dy="18" text-anchor="middle">{label}</text>')
+        return "".join(marks)
+
+
+def _points(xs: Sequence[float], ys: Sequence[float]) -> str:
+    if not xs:
+        return ""
+    plane = _Plane(xs, ys)
+    places = (plane.at(x, y) for x, y in zip(xs, ys, strict=True))
+    return plane.axes() + "".join(f'<circle cx="{x}" cy="{y}" r="3" fill="#1f6feb" opacity=".6"/>' for x, y in places)
+
+
+def _line(xs: Sequence[float], ys: Sequence[float]) -> str:
+    if not xs:
+        return ""
+    plane = _Plane(xs, ys)
+    path = " ".join(",".join(plane.at(x, y)) for x, y in zip(xs, ys, strict=True))
+    return f'{plane.axes()}<polyline points="{path}" fill="none" stroke="#1f6feb" stroke-width="2"/>'
+
+
+def _bars(names: Sequence[str], values: Sequence[float]) -> str:
+    if not values:
+        return ""
+    plane = _Plane([len(values)], values)
+    parts: list[Any] = [plane.axes(with_x=False)]
+    for number, (name, value) in enumerate(zip(names, values, strict=True)):
+        (left, top), (right, bottom) = plane.at(number + 0.2, value), plane.at(number + 0.8, 0)
+        width, height = float(right) - float(left), float(bottom) - float(top)
+        parts.append(f'<rect x="{left}" y="{top}" width="{width:.1f}" height="{height:.1f}" fill="#1f6feb"/>')
+        middle, _ = plane.at(number + 0.5, 0)
+        parts.append(f'<text x="{middle}" y="{bottom}" dy="18" text-anchor="middle">{escape(name)}: {value:.3g}</text>')
+    return "".join(parts)

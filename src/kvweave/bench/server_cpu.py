@@ -1,86 +1,59 @@
-"""CPU seconds of a server on this machine: on a busy one they say more than wall time."""
+"""CPU seconds of the server under load, where it runs on this machine: the process that listens on its port, and those it
+started."""
 
 from __future__ import annotations
 
-import threading
-import time
-from dataclasses import dataclass, field
+import contextlib
+import ipaddress
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import psutil
 
-_STEP = 0.01  # seconds between two looks
+_PORTS = {"http": 80, "https": 443}
 
 
-@dataclass(frozen=True)
 class ServerCpu:
-    """The process that listens on a URL's port, and its children; none if it isn't here or isn't ours to see."""
+    """Reads the CPU time of ``processes``, in steps of the system's clock tick (10 ms on Linux)."""
 
-    process: psutil.Process | None
+    def __init__(self, processes: Sequence[psutil.Process]) -> None:
+        self._seconds = dict.fromkeys(processes, 0.0)
 
-    @classmethod
-    def of(cls, url: str) -> ServerCpu:
-        parts = urlsplit(url)
-        if parts.hostname not in ("localhost", "127.0.0.1", "::1"):
-            return cls(None)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        for process in psutil.process_iter():
-            try:
-                connections = process.net_connections(kind="tcp")
-            except (psutil.Error, OSError):
-                continue
-            if any(c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port for c in connections):
-                return cls(process)
-        return cls(None)
-
-    def seconds(self) -> float | None:
-        """User and system time so far, children included."""
-        if self.process is None:
-            return None
-        total = 0.0
-        try:
-            for process in (self.process, *self.process.children(recursive=True)):
+    def __call__(self) -> float:
+        """User and system seconds so far. A process that has ended keeps what it had at the reading before."""
+        for process in self._seconds:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
-                total += times.user + times.system
-        except psutil.Error:
-            return None
-        return total
-
-    def watch(self) -> Watch | None:
-        """Look again and again, to tell later what had been used at some moment."""
-        return None if self.process is None else Watch(self)
+                self._seconds[process] = times.user + times.system
+        return sum(self._seconds.values())
 
 
-@dataclass
-class Watch:
-    """Samples of ``ServerCpu.seconds`` while a request runs."""
+def find_server(base: str) -> ServerCpu | None:
+    """The server behind a URL; None where it is elsewhere, or the system doesn't tell who listens."""
+    parts = urlsplit(base)
+    if not _is_local(parts.hostname or ""):
+        return None
+    try:
+        listening = _listeners(parts.port or _PORTS[parts.scheme])
+        processes = {one for top in listening for one in (top, *top.children(recursive=True))}
+    except (psutil.AccessDenied, psutil.NoSuchProcess):
+        return None
+    return ServerCpu(sorted(processes, key=lambda process: process.pid)) if processes else None
 
-    cpu: ServerCpu
-    samples: list[tuple[float, float]] = field(default_factory=list)
-    _stop: threading.Event = field(default_factory=threading.Event)
 
-    def __post_init__(self) -> None:
-        self._start = time.perf_counter()
-        self._look()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+def _listeners(port: int) -> list[psutil.Process]:
+    found = {
+        connection.pid
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid
+    }
+    return [psutil.Process(pid) for pid in found]
 
-    def until(self, seconds: float) -> float | None:
-        """CPU seconds from the begin until so many seconds later; ends the watch."""
-        self._stop.set()
-        self._thread.join()
-        self._look()
-        if len(self.samples) < 2:
-            return None
-        at = self._start + seconds
-        used = next((cpu for when, cpu in self.samples if when >= at), self.samples[-1][1])
-        return used - self.samples[0][1]
 
-    def _run(self) -> None:
-        while not self._stop.wait(_STEP):
-            self._look()
-
-    def _look(self) -> None:
-        used = self.cpu.seconds()
-        if used is not None:
-            self.samples.append((time.perf_counter(), used))
+def _is_local(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,71 +1,113 @@
-"""Rows into numbers: percentiles, throughput, token classes, and whether anything decays."""
+"""What a run came to: percentiles, throughput, token classes, errors, and the TTFT of each quarter of it."""
 
 from __future__ import annotations
 
-import statistics
+import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from statistics import fmean, median
 
-from kvweave.bench.client import Row
-from kvweave.bench.runner import Run
+from kvweave.bench.load import Sample
+from kvweave.bench.streaming import Exchange
 
-PERCENTILES = (50, 90, 95, 99)
 _QUARTERS = 4
 
 
-def spread(values: Iterable[float | None]) -> dict[str, float | None]:
-    """Mean and percentiles in milliseconds; None where there is nothing."""
-    known = sorted(1e3 * v for v in values if v is not None)
-    found: dict[str, float | None] = {"mean": statistics.fmean(known) if known else None}
-    for percent in PERCENTILES:
-        found[f"p{percent}"] = percentile(known, percent) if known else None
-    return found
+@dataclass(frozen=True)
+class Spread:
+    """Mean and percentiles, in milliseconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+
+    @classmethod
+    def of(cls, seconds: Iterable[float | None]) -> Spread | None:
+        """None where there are no values."""
+        ordered = sorted(1e3 * value for value in seconds if value is not None)
+        if not ordered:
+            return None
+        return cls(fmean(ordered), *(percentile(ordered, percent) for percent in (50, 90, 95, 99)))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of the measured requests, without warm-up. Failed requests count in ``requests`` and ``errors`` alone."""
+
+    requests: int
+    errors: dict[str, int]
+    seconds: float
+    """From the first byte of the first request to the end of the last answer."""
+    requests_per_second: float
+    output_tokens_per_second: float
+    total_tokens_per_second: float
+    """Tokens of prompts, cached ones too, and answers."""
+    ttft_ms: Spread | None
+    tpot_ms: Spread | None
+    itl_ms: Spread | None
+    e2e_ms: Spread | None
+    ttft_ms_by_quarter: tuple[float, ...]
+    """Means of the first, second, third and last quarter of the requests, as sent; empty for fewer than four."""
+    prompt_tokens: int
+    output_tokens: int
+    usage: dict[str, int]
+    """Sums of ``usage.prompt_tokens_details``, under the names that the server uses."""
+    server_cpu_seconds: float | None
+    """Of the server and its children, all the while; None if it isn't on this machine."""
+    cpu_seconds_to_first_token: float | None
+    """Median over the requests; None unless they ran one at a time."""
+
+    @property
+    def completed(self) -> int:
+        return self.requests - sum(self.errors.values())
+
+
+def summarise(samples: Sequence[Sample], cpu_seconds: float | None = None) -> Summary:
+    """``cpu_seconds``: of the server while these requests ran, where known."""
+    sent = sorted((sample.exchange for sample in samples), key=lambda one: one.sent_at)
+    done = [one for one in sent if one.error is None]
+    seconds = max((one.sent_at + one.e2e_s for one in sent), default=0.0) - (sent[0].sent_at if sent else 0.0)
+    output, prompt = sum(one.output_tokens for one in done), sum(one.prompt_tokens or 0 for one in done)
+    usage: Counter[str] = Counter()
+    for one in done:
+        usage.update(one.details)
+    rate = 1 / seconds if seconds else 0.0
+    to_first = [one.cpu_to_first_s for one in done if one.cpu_to_first_s is not None]
+    return Summary(
+        requests=len(sent),
+        errors=dict(Counter(one.error for one in sent if one.error is not None)),
+        seconds=seconds,
+        requests_per_second=len(done) * rate,
+        output_tokens_per_second=output * rate,
+        total_tokens_per_second=(output + prompt) * rate,
+        ttft_ms=Spread.of(one.ttft_s for one in done),
+        tpot_ms=Spread.of(one.tpot_s for one in done),
+        itl_ms=Spread.of(gap for one in done for gap in one.gaps_s),
+        e2e_ms=Spread.of(one.e2e_s for one in done),
+        ttft_ms_by_quarter=_by_quarter(done),
+        prompt_tokens=prompt,
+        output_tokens=output,
+        usage=dict(usage),
+        server_cpu_seconds=cpu_seconds,
+        cpu_seconds_to_first_token=median(to_first) if to_first else None,
+    )
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Between the two nearest ranks, as numpy's default."""
-    at = (len(ordered) - 1) * percent / 100
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+    """Linear between the two nearest values, as numpy's default."""
+    place = percent / 100 * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
-def summarise(run: Run) -> dict[str, Any]:
-    """Everything a report shows, as JSON. Times in milliseconds unless named otherwise."""
-    good = [row for row in run.rows if row.error is None]
-    output = sum(row.output_tokens for row in good)
-    usage: Counter[str] = Counter()
-    for row in good:
-        usage.update(row.usage)
-    cpu = [row.cpu for row in good if row.cpu is not None]
-    gaps = [b - a for row in good for a, b in zip(row.chunks, row.chunks[1:], strict=False)]
-    return {
-        "requests": len(run.rows),
-        "errors": dict(Counter(row.error for row in run.rows if row.error is not None)),
-        "seconds": run.seconds,
-        "ttft_ms": spread(row.ttft for row in good),
-        "tpot_ms": spread(row.tpot for row in good),
-        "itl_ms": spread(gaps),
-        "e2e_ms": spread(row.total for row in good),
-        "requests_per_second": len(good) / run.seconds if run.seconds else 0.0,
-        "prompt_tokens": sum(row.prompt_tokens for row in good),
-        "output_tokens": output,
-        "output_tokens_per_second": output / run.seconds if run.seconds else 0.0,
-        "total_tokens_per_second": (output + sum(r.prompt_tokens for r in good)) / run.seconds if run.seconds else 0.0,
-        "usage": dict(usage),
-        "server_cpu_seconds": run.server_cpu,
-        "cpu_seconds_to_first_token": statistics.median(cpu) if cpu else None,
-        "ttft_ms_by_quarter": quarters(good),
-    }
-
-
-def quarters(rows: Sequence[Row]) -> list[float | None]:
-    """Mean TTFT in milliseconds of each quarter of the run, in the order the requests were sent."""
-    ordered = sorted(rows, key=lambda row: row.start)
-    found: list[float | None] = []
-    for i in range(_QUARTERS):
-        part = ordered[i * len(ordered) // _QUARTERS : (i + 1) * len(ordered) // _QUARTERS]
-        times = [1e3 * row.ttft for row in part if row.ttft is not None]
-        found.append(statistics.fmean(times) if times else None)
-    return found
+def _by_quarter(done: Sequence[Exchange]) -> tuple[float, ...]:
+    ttft = [1e3 * one.ttft_s for one in done if one.ttft_s is not None]
+    if len(ttft) < _QUARTERS:
+        return ()
+    edges = [len(ttft) * n // _QUARTERS for n in range(_QUARTERS + 1)]
+    return tuple(fmean(ttft[start:end]) for start, end in itertools.pairwise(edges))

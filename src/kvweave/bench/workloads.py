@@ -1,176 +1,138 @@
-"""What is asked: the patterns of repetition that caches differ by. Everything follows from a seed.
+"""The workloads: which text the prompts of a run share, and where it stands in them.
 
-| workload | what repeats |
-|---|---|
-| fresh | nothing |
-| repeat | whole prompts |
-| permuted | the same documents in another order |
-| dropped | the same documents, one of them left out |
-| chat | a conversation that grows |
-| trace | documents, in combinations that are new each time (a retrieval trace) |
+A workload is a list of sessions, a session a list of turns that are sent one after the other. What has to be known to the
+server before the measured part begins is in ``prime``.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
+import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from kvweave.errors import DocumentError, InvalidOption, suggest
-
-Message = dict[str, str]
-_SYLLABLES = [c + v for c in "bdfgklmnprst" for v in "aeo"]
-_WORDS_PER_TOKEN = 0.45  # of the made-up text, about: it has no common words
+from kvweave.bench.texts import Document, Library, question
+from kvweave.bench.traces import Query
+from kvweave.errors import InvalidOption, suggest
 
 
 @dataclass(frozen=True)
-class Call:
-    """One request: earlier messages, documents, and a question behind them."""
+class Turn:
+    """One user message: documents, then the question."""
 
-    documents: tuple[tuple[str, str], ...]
-    """(label, text)"""
     question: str
-    history: tuple[Message, ...] = ()
-    after: int | None = None
-    """Index of the call whose answer has to be there first."""
+    documents: tuple[Document, ...] = ()
+
+
+Session = tuple[Turn, ...]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """``prime`` is sent first, in order, and not measured."""
+
+    name: str
+    sessions: tuple[Session, ...]
+    prime: tuple[Session, ...] = ()
+
+    @property
+    def requests(self) -> int:
+        return sum(len(session) for session in self.sessions)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How large prompts are: documents per request, tokens per document (about), documents there are."""
+    """Sizes of a workload. ``sets``: different groups of documents; ``turns``: of one conversation."""
 
-    documents: int = 6
-    tokens: int = 512
-    pool: int = 40
+    requests: int
+    documents: int
+    sets: int = 1
+    turns: int = 4
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("requests", "documents", "sets", "turns"):
+            if getattr(self, name) < 1:
+                raise InvalidOption(f"--{name} is {getattr(self, name)}. Use 1 or more.")
 
-class Texts:
-    """Documents by number: those of files, or made-up ones of about ``shape.tokens`` tokens."""
-
-    def __init__(self, shape: Shape, given: Sequence[tuple[str, str]] = ()) -> None:
-        self._shape, self._given = shape, given
-
-    def __len__(self) -> int:
-        return len(self._given) or self._shape.pool
-
-    def document(self, number: int) -> tuple[str, str]:
-        if self._given:
-            return self._given[number % len(self._given)]
-        return f"doc:{number}", prose(self._shape.tokens, f"{self._shape.seed}/{number}")
+    def turn(self, number: int, documents: Iterable[Document] = ()) -> Turn:
+        return Turn(question(number, self.seed), tuple(documents))
 
 
-def prose(tokens: int, seed: str) -> str:
-    """Made-up text of about so many tokens."""
-    chooser = random.Random(seed)
-    words: list[str] = []
-    while len(words) < max(4, tokens * _WORDS_PER_TOKEN):
-        sentence = ["".join(chooser.choices(_SYLLABLES, k=chooser.randint(1, 3))) for _ in range(chooser.randint(6, 12))]
-        words += [sentence[0].capitalize(), *sentence[1:-1], sentence[-1] + "."]
-    return " ".join(words)
+def fresh(shape: Shape, library: Library) -> Workload:
+    """No prompt shares a document with another."""
+    return Workload("fresh", tuple((shape.turn(n, library.take(shape.documents)),) for n in range(shape.requests)))
 
 
-def make_calls(
-    name: str, count: int, shape: Shape, texts: Texts, trace: Sequence[Sequence[int]] | None = None
-) -> list[Call]:
-    """``count`` calls of a workload; raises ``InvalidOption`` for one that doesn't exist."""
-    if name not in WORKLOADS:
-        raise InvalidOption(f"workload '{name}' is unknown. {suggest(name, WORKLOADS)}")
-    if name == "trace":
-        return list(_trace(count, shape, texts, trace))
-    return list(WORKLOADS[name](count, shape, texts))
+def repeat(shape: Shape, library: Library) -> Workload:
+    """The same prompts again and again."""
+    prompts = [(shape.turn(n, library.take(shape.documents)),) for n in range(shape.sets)]
+    return Workload("repeat", tuple(itertools.islice(itertools.cycle(prompts), shape.requests)), tuple(prompts))
 
 
-def _question(number: int, seed: int) -> str:
-    return f"Question {number}.{seed}: what do these texts say about {prose(8, f'q{seed}/{number}')}"
+def permuted(shape: Shape, library: Library) -> Workload:
+    """The same documents in a new order each time, a new question at the end."""
+    chance = random.Random(shape.seed)
+    sets = [library.take(shape.documents) for _ in range(shape.sets)]
+    orders = [_orders(documents, chance) for documents in sets]
+    sessions = [(shape.turn(n, next(orders[n % shape.sets])),) for n in range(shape.requests)]
+    return Workload("permuted", tuple(sessions), _known(shape, sets))
 
 
-def _fresh(count: int, shape: Shape, texts: Texts) -> Iterator[Call]:
-    for i in range(count):
-        numbers = range(i * shape.documents, (i + 1) * shape.documents)
-        labelled = tuple((f"fresh:{n}", prose(shape.tokens, f"fresh/{shape.seed}/{n}")) for n in numbers)
-        yield Call(labelled, _question(i, shape.seed))
+def dropped(shape: Shape, library: Library) -> Workload:
+    """Known prompts with one document left out; no prompt comes twice, so there are more ``sets`` where it takes them."""
+    if shape.documents < 2:
+        raise InvalidOption("The workload dropped leaves one document out. Use --documents 2 or more.")
+    count = max(shape.sets, -(-shape.requests // shape.documents))
+    sets = [library.take(shape.documents) for _ in range(count)]
+    sessions = []
+    for n in range(shape.requests):
+        documents, gone = sets[n % count], n // count
+        sessions.append((shape.turn(n, documents[:gone] + documents[gone + 1 :]),))
+    return Workload("dropped", tuple(sessions), _known(shape, sets))
 
 
-def _repeat(count: int, shape: Shape, texts: Texts) -> Iterator[Call]:
-    documents = tuple(texts.document(n) for n in range(shape.documents))
-    for _ in range(count):
-        yield Call(documents, _question(0, shape.seed))
+def chat(shape: Shape, library: Library) -> Workload:
+    """Conversations that grow: documents and a question, then one question a turn; answers stay in the history."""
+    sessions = []
+    for start in range(0, shape.requests, shape.turns):
+        first, *later = range(start, min(start + shape.turns, shape.requests))
+        opening = shape.turn(first, library.take(shape.documents))
+        sessions.append((opening, *(shape.turn(n) for n in later)))
+    return Workload("chat", tuple(sessions))
 
 
-def _permuted(count: int, shape: Shape, texts: Texts) -> Iterator[Call]:
-    chooser = random.Random(shape.seed)
-    documents = [texts.document(n) for n in range(shape.documents)]
-    for i in range(count):
-        before = list(documents)
-        while len(documents) > 1 and documents == before:
-            chooser.shuffle(documents)
-        yield Call(tuple(documents), _question(i, shape.seed))
-
-
-def _dropped(count: int, shape: Shape, texts: Texts) -> Iterator[Call]:
-    documents = [texts.document(n) for n in range(shape.documents + 1)]
-    for i in range(count):
-        left_out = i % len(documents)
-        yield Call(tuple(d for n, d in enumerate(documents) if n != left_out), _question(i, shape.seed))
-
-
-def _chat(count: int, shape: Shape, texts: Texts) -> Iterator[Call]:
-    """Answers are made up as well, so that every server sees the same history."""
-    history: list[Message] = [{"role": "user", "content": prose(shape.tokens * 2, f"chat/{shape.seed}")}]
-    for i in range(count):
-        history.append({"role": "assistant", "content": prose(shape.tokens // 8, f"answer/{shape.seed}/{i}")})
-        yield Call((), _question(i, shape.seed), tuple(history), after=i - 1 if i else None)
-        history.append({"role": "user", "content": _question(i, shape.seed)})
-
-
-def _trace(count: int, shape: Shape, texts: Texts, trace: Sequence[Sequence[int]] | None) -> Iterator[Call]:
-    """Combinations that don't come twice; without a trace, documents are drawn by Zipf's law."""
-    chooser, seen = random.Random(shape.seed), set()
-    weights = [1 / (rank + 1) for rank in range(len(texts))]
-    most = min(shape.documents, len(texts))
-    for i in range(count):
-        if trace is not None:
-            numbers = list(trace[i % len(trace)])[: shape.documents]
-        else:
-            numbers = []
-            while len(numbers) < most or tuple(numbers) in seen:
-                numbers = list(dict.fromkeys(chooser.choices(range(len(texts)), weights, k=4 * most)))[:most]
-            seen.add(tuple(numbers))
-        yield Call(tuple(texts.document(n) for n in numbers), _question(i, shape.seed))
-
-
-WORKLOADS: dict[str, Callable[[int, Shape, Texts], Iterator[Call]]] = {
-    "fresh": _fresh,
-    "repeat": _repeat,
-    "permuted": _permuted,
-    "dropped": _dropped,
-    "chat": _chat,
-    "trace": lambda count, shape, texts: _trace(count, shape, texts, None),
+WORKLOADS: dict[str, Callable[[Shape, Library], Workload]] = {
+    build.__name__: build for build in (fresh, repeat, permuted, dropped, chat)
 }
+TRACE = "trace"
+NAMES = (*WORKLOADS, TRACE)
 
 
-def read_trace(path: Path) -> list[list[int]]:
-    """A JSONL file whose lines are lists of document numbers, or objects with them under ``documents``."""
-    trace = []
-    for number, line in enumerate(_lines(path), 1):
-        try:
-            data = json.loads(line)
-        except ValueError as error:
-            raise DocumentError(f"{path}, line {number}: not JSON. Write a list of document numbers per line.") from error
-        numbers = data.get("documents") if isinstance(data, dict) else data
-        if not isinstance(numbers, list) or not numbers or not all(isinstance(n, int) and n >= 0 for n in numbers):
-            raise DocumentError(f"{path}, line {number}: expected a list of document numbers.")
-        trace.append(numbers)
-    if not trace:
-        raise DocumentError(f"{path} has no lines. Write a list of document numbers per line.")
-    return trace
+def from_trace(queries: Iterable[Query], seed: int) -> Workload:
+    """One request a query, in the order of the trace. Nothing is primed: what repeats is what the trace repeats."""
+    return Workload(TRACE, tuple((Turn(q.question or question(n, seed), q.documents),) for n, q in enumerate(queries)))
 
 
-def _lines(path: Path) -> list[str]:
-    try:
-        return [line for line in path.read_text().splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise DocumentError(f"{path} can't be read: {error}. Check its path.") from error
+def build(name: str, shape: Shape, library: Library) -> Workload:
+    """Raises ``InvalidOption`` for an unknown name, or sizes that the workload can't have."""
+    if name not in WORKLOADS:
+        raise InvalidOption(f"--workload '{name}' is unknown. {suggest(name, NAMES)}")
+    return WORKLOADS[name](shape, library)
+
+
+def _known(shape: Shape, sets: Sequence[tuple[Document, ...]]) -> tuple[Session, ...]:
+    return tuple((shape.turn(shape.requests + n, documents),) for n, documents in enumerate(sets))
+
+
+def _orders(documents: tuple[Document, ...], chance: random.Random) -> Iterator[tuple[Document, ...]]:
+    """Every order once before any comes again; the given one counts as seen."""
+    seen = {documents}
+    while True:
+        if len(seen) == math.factorial(len(documents)):
+            seen.clear()
+        order = tuple(chance.sample(documents, len(documents)))
+        if order not in seen:
+            seen.add(order)
+            yield order
