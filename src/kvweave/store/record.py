@@ -121,16 +121,14 @@ def encode(
     header = _PROLOGUE.size + len(text) + tables
     starts = np.cumsum([_pages(header), *(_pages(n * width) for width in widths)]).tolist()
     view = (buffer or EncodeBuffer()).take(starts[-1])
-    digests = np.empty((len(layers), groups, _DIGEST), np.uint8)
+    digests: list[bytes] = []
     for layer, (start, stop, width) in enumerate(zip(starts, starts[1:], widths, strict=False)):
         rows = np.frombuffer(view, np.uint8, n * width, start).reshape(n, width)
         pack(record.keys[layer], record.values[layer], codec, perm, rows)
         view[start + n * width : stop] = bytes(stop - start - n * width)  # nothing of an earlier record stays between
-        for group in range(groups):
-            part = rows[group * GROUP : (group + 1) * GROUP]
-            digests[layer, group] = np.frombuffer(xxh3_128_digest(part.data), np.uint8)
+        digests += [xxh3_128_digest(rows[at : at + GROUP].data) for at in range(0, n, GROUP)]
     ids = (np.asarray(x, "<u4").tobytes() for x in (identity.token_ids, identity.anchor_ids, perm))
-    body = b"".join([text, *ids, digests.tobytes()])
+    body = b"".join([text, *ids, *digests])
     expires = 0 if math.isinf(record.expires) else min(max(1, int(record.expires)), 2**32 - 1)
     fixed = (MAGIC, VERSION, header, len(text), expires, starts[-1], identity.key.content)
     digest = _header_digest(_PROLOGUE.pack(*fixed, bytes(_DIGEST)), body)
