@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from kvweave.errors import IntegrityError, InvalidOption, InvalidRequest, Unknow
 from kvweave.models.sources import resolve
 from kvweave.reuse.base import Technique
 from kvweave.reuse.registry import DEFAULT_TECHNIQUE, make_technique, with_ratio
-from kvweave.store.base import EraseReceipt
+from kvweave.store.base import EraseReceipt, Reach
 from kvweave.store.metrics import render
 
 PromptLike = str | Prompt | Sequence[Segment]
@@ -195,13 +196,16 @@ class LLM:
         head: str | Prompt | Messages | None = None,
         tenant: str | None = None,
         salt: str = "",
+        ttl: float | None = None,
+        store: Reach = "all",
         progress: Callable[[Precomputed], None] | None = None,
     ) -> list[Precomputed]:
         """Prefill documents once and keep their KV; those cached already cost nothing.
 
         ``head`` says what the documents will stand behind when the anchor is ``head``: the text, or a prompt or
         conversation whose first document marks its end. Default: a chat whose first user message starts with the
-        documents, or nothing if the model has no chat template. ``progress`` is called after each document.
+        documents, or nothing if the model has no chat template. What is stored now is served for ``ttl`` seconds (None: as
+        long as there is room), and with ``store="memory"`` stays in host memory. ``progress`` is called after each document.
         """
         if isinstance(documents, Document) or not all(isinstance(d, Document) for d in documents):
             raise InvalidRequest("precompute takes a list of Documents: precompute([Document(text)]).")
@@ -217,7 +221,10 @@ class LLM:
         done = []
         for document, ids in encoded:
             self.engine.parts.chunks.store.wait_for_room()
-            computed = precompute(self.engine, ids, anchor, tenant=tenant, salt=salt, run=self.loop.run)
+            expires = None if ttl is None else time.time() + ttl
+            computed = precompute(
+                self.engine, ids, anchor, tenant=tenant, salt=salt, expires=expires, tiers=store, run=self.loop.run
+            )
             chunks = self.engine.parts.chunks
             pieces = chunks.pieces(ids, anchor, chunks.scope(tenant, salt))
             held = [len(p.token_ids) for p in pieces if chunks.store.contains(p.identity)]

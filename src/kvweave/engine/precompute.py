@@ -22,7 +22,7 @@ from kvweave.engine.sequence import Sequence as Running
 from kvweave.errors import IntegrityError
 from kvweave.index.chunks import Piece
 from kvweave.reuse.base import PlanRequest, Reuse, static_plan
-from kvweave.store.base import ChunkRecord
+from kvweave.store.base import ChunkRecord, Reach
 
 
 class RecordSink:
@@ -64,22 +64,30 @@ def precompute(
     *,
     tenant: str | None = None,
     salt: str = "",
+    expires: float | None = None,
+    tiers: Reach = "all",
     run: Callable[[list[Request]], list[Running]] | None = None,
 ) -> int:
     """Compute and store the chunks of one document that are missing; returns the tokens that were computed.
 
     Pieces that share an anchor are computed in one prefill. Nothing is stored unless all layers were computed. A chunk that
-    only some tiers hold isn't computed again but copied to the others. ``run`` runs a request (default: here and now, on
-    the engine itself); everything else may wait for slow tiers, and so belongs on another thread than the engine's.
+    only some tiers hold isn't computed again but copied to the others. ``expires``: the unix time from which on what is
+    stored now isn't served; ``tiers``: where it may go. ``run`` runs a request (default: here and now, on the engine
+    itself); everything else may wait for slow tiers, and so belongs on another thread than the engine's.
     """
     engine.check_open()
     chunks = engine.parts.chunks
     pieces = chunks.pieces(token_ids, anchor_ids, chunks.scope(tenant, salt))
-    missing = [p for p in pieces if not chunks.store.keep(p.identity, wait=True)]
+    missing = [p for p in pieces if not chunks.store.keep(p.identity, wait=True, tiers=tiers)]
     if not missing:
         return 0
     groups = [[p] for p in missing] if chunks.chunking.isolated_pieces else [pieces]
-    return sum(_prefill(engine, list(anchor_ids), group, tenant, run) for group in groups)
+    computed = 0
+    for group in groups:
+        for record in _prefill(engine, list(anchor_ids), group, tenant, run):
+            chunks.store.put(record, wait=True, expires=expires, tiers=tiers)
+            computed += len(record.identity.token_ids)
+    return computed
 
 
 def _prefill(
@@ -88,7 +96,7 @@ def _prefill(
     pieces: list[Piece],
     tenant: str | None,
     run: Callable[[list[Request]], list[Running]] | None,
-) -> int:
+) -> list[ChunkRecord]:
     ids = anchor + [t for p in pieces for t in p.token_ids]
     sinks = tuple(RecordSink(engine.parts.pool.layout, len(p.token_ids)) for p in pieces)
     prompt = TokenPrompt((TokenSpan(tuple(ids)),))
@@ -98,7 +106,7 @@ def _prefill(
     if done[0] is None:
         raise IntegrityError("a prefill is done without a report")
     per_token = done[0].reuse.timings["prefill_ms"] / len(ids)
-    for piece, sink in zip(pieces, sinks, strict=True):
-        record = ChunkRecord(piece.identity, sink.keys, sink.values, prefill_ms=per_token * len(piece.token_ids))
-        engine.parts.chunks.store.put(record, wait=True)
-    return len(ids) - len(anchor)
+    return [
+        ChunkRecord(piece.identity, sink.keys, sink.values, prefill_ms=per_token * len(piece.token_ids))
+        for piece, sink in zip(pieces, sinks, strict=True)
+    ]
