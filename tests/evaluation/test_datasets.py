@@ -1,4 +1,4 @@
-"""Data sets: the two kinds of file, few-shot prompts without leaks, and refusals with the number of the line."""
+"""Data sets: the kinds of file, few-shot prompts without leaks, and refusals with the number of the line."""
 
 from __future__ import annotations
 
@@ -48,6 +48,16 @@ def test_other_keys_and_a_byte_order_mark_do_no_harm(tmp_path: Path) -> None:
     path = tmp_path / "set.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(QA | {"type": "bridge"}).encode() + b"\r\n")
     assert len(load_dataset(str(path))) == 1
+
+
+def test_questions_over_documents_need_no_answers(tmp_path: Path) -> None:
+    record = {"question": "Who?", "documents": ["Plain.", {"title": "Lamp", "text": "Ann lit it."}]}
+    examples = load_dataset(write(tmp_path / "set.jsonl", record, record | {"answers": ["Ann"], "id": 2}))
+    documents = ("Plain.", "Lamp\nAnn lit it.")
+    assert examples == [
+        Example("set:1", documents, "Who?", (), "qa"),
+        Example("2", documents, "Who?", ("Ann",), "qa"),
+    ]
 
 
 @pytest.mark.parametrize(

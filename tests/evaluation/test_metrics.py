@@ -25,6 +25,7 @@ from kvweave.evaluation.metrics import (
     summarise,
     token_f1,
     top1_agreement,
+    upper_bound,
 )
 
 WORDS = st.text("ab the.,\n", max_size=20)
@@ -278,3 +279,39 @@ def test_summarise_stays_within_the_values(values: list[float]) -> None:
 def test_nothing_and_nan_have_no_summary(values: list[float]) -> None:
     with pytest.raises(InvalidOption):
         summarise(values)
+
+
+# --- the upper bound of a mean ----------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(0, 10), min_size=2, max_size=30), st.floats(0.1, 10))
+@settings(max_examples=50)
+def test_an_upper_bound_lies_above_the_mean_and_scales_with_the_unit(values: list[float], unit: float) -> None:
+    mean, bound = sum(values) / len(values), upper_bound(values, resamples=200)
+    assert bound >= mean - 1e-9
+    assert upper_bound([value * unit for value in values], resamples=200) == pytest.approx(bound * unit, rel=1e-6, abs=1e-9)
+
+
+def test_equal_values_are_their_own_bound() -> None:
+    assert upper_bound([0.3] * 5) == pytest.approx(0.3)
+
+
+def test_one_value_among_equal_ones_bounds_nothing() -> None:
+    assert upper_bound([0.0] * 7 + [1.0]) == math.inf
+
+
+def test_the_bound_covers_the_mean_of_skewed_values_where_percentiles_do_not() -> None:
+    generator = np.random.default_rng(0)
+    covered, by_percentiles, rounds, n = 0, 0, 300, 24
+    for _ in range(rounds):
+        values = generator.lognormal(0.0, 1.0, n)
+        covered += upper_bound(values.tolist(), resamples=500) >= math.exp(0.5)  # its mean
+        means = values[generator.integers(n, size=(500, n))].mean(axis=1)
+        by_percentiles += np.quantile(means, 0.95) >= math.exp(0.5)
+    assert covered / rounds > 0.86 > 0.84 > by_percentiles / rounds
+
+
+@pytest.mark.parametrize("values", [[], [1.0], [1.0, math.inf], [1.0, math.nan]])
+def test_a_bound_needs_finite_values(values: list[float]) -> None:
+    with pytest.raises(InvalidOption, match="at least two finite values"):
+        upper_bound(values)

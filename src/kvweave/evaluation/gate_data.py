@@ -1,7 +1,7 @@
 """Questions over passages, for the quality gate where the user has no data: everything in them is invented.
 
 Each prompt has a small world of its own: a market town and a port, an engineer and the bridge he built, a museum, the ship
-it shows, a festival. The passages name each other, so that half of the questions need two of them.
+it shows, a festival. The passages refer to each other, and half of the questions need two of them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _QUESTIONS = (
     _Question("How many years before the first {festival} was the fire that it recalls?", "{waited}", ("festival", "town")),
     _Question("What was the building of {museum} used for before?", "{former}", ("museum",)),
     _Question("Where was the ship that {museum} shows built?", "{port}", ("museum", "ship")),
-    _Question("Tell in short what became of the {ship}.", "{museum}", ("ship",)),
+    _Question("Tell in short what became of the {ship}.", "a store for nets", ("ship",)),
     _Question("What is the town known for in which the {ship} was built?", "{port_trade}", ("ship", "port")),
     _Question("Describe the life of {engineer}.", "{mentor}", ("engineer",)),
     _Question("Which is longer, {bridge} or the {ship}, and by how much?", "{longer} metres", ("bridge", "ship")),
@@ -82,8 +82,8 @@ _PASSAGES: Mapping[str, _Passage] = {
         (
             "{port} is a harbour town at the mouth of the river {port_river}, known for {port_trade}.",
             "Ships have been built there since {yard}, first on the open beach and then in a yard behind the mole.",
-            "At its height the yard employed {men} men; the largest vessel that they ever launched was the {ship}.",
-            "The engineer {engineer} was born behind the ropewalk, in a house that a plate above the door points out.",
+            "At its height the yard employed {men} men, who launched a vessel every six weeks and none on a Friday.",
+            "A plate behind the ropewalk points out the house where an engineer was born, and gives the wrong year for it.",
             "A lighthouse of {stone} was lit in {light} and can be seen from a distance of {miles} nautical miles.",
             "When steamers grew too deep for the harbour the shipping lines moved on, and half of the quays fell silent.",
         ),
@@ -105,7 +105,7 @@ _PASSAGES: Mapping[str, _Passage] = {
             "{engineer} was an engineer, born in {born} in {port} as the youngest child of a {father}.",
             "At the age of fourteen he was apprenticed to {mentor}, who taught him to draw and to distrust round numbers.",
             "The first work of his own was a row of sluices, which failed in their second year and was rebuilt at his cost.",
-            "He is remembered for {bridge} in {town}, which he began in {begun} and saw opened in {opened}.",
+            "He is remembered for a bridge in {town}, which he began in {begun} and saw opened in {opened}.",
             "For the bridge he was given the medal of the {academy}, and he wore it, as his letters tell, exactly once.",
             "He died in {died}, with the plans for a second crossing unfinished on his table.",
         ),
@@ -173,7 +173,7 @@ _PASSAGES: Mapping[str, _Passage] = {
             "Under captain {captain} she reached the southern islands in {days} days, faster than any ship of her size.",
             "In {stranded} she ran onto a sandbank in fog, and was towed off a week later with hardly a plank broken.",
             "After {voyages} voyages she was laid up as a store for nets, and children learned to swim from her deck.",
-            "Today she stands in {museum} in {town}, far from the sea, with her rigging set up again.",
+            "Today she stands under the roof of a museum, far from the sea, with her rigging set up again.",
         ),
         (
             "Her lines were drawn by eye, and when they were measured a century later the two sides differed by an inch.",
