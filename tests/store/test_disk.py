@@ -34,6 +34,7 @@ from kvweave.store.disk import DiskBlobs
 from kvweave.store.eviction import Quota
 from kvweave.store.folder import file_system
 from kvweave.store.ranking import TextOrder
+from kvweave.store.reader import SharedBlob
 from kvweave.store.record import FIRST_READ, encode, header_length
 
 PAGE = 4096
@@ -333,8 +334,9 @@ def test_a_late_read_or_write_is_refused(root: Path) -> None:
 def test_closing_under_a_reader_leaves_its_descriptor_to_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(root) as store:
         put(store, key(1))
-        blob = store.open(key(1), FOREVER)
-        assert blob is not None
+        opened_blob = store.open(key(1), FOREVER)
+        assert opened_blob is not None
+        blob = SharedBlob(opened_blob)
         inside, go_on, read = threading.Event(), threading.Event(), os.preadv
 
         def slow(fd: int, room: list[memoryview], at: int) -> int:

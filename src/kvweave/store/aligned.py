@@ -70,7 +70,8 @@ class BufferPool:
 class FileBlob:
     """One file, open for reading: a ``Blob``. Its descriptor keeps the bytes readable when the file is removed or replaced.
 
-    ``measured(bytes, seconds)`` is told of every read. Reads after ``close`` raise ``ValueError``.
+    ``measured(bytes, seconds)`` is told of every read. Not to be closed while another thread reads (``SharedBlob`` sees to
+    that); reads after ``close`` raise ``ValueError``.
     """
 
     def __init__(
@@ -81,9 +82,6 @@ class FileBlob:
         self._direct = direct
         self._pool = pool
         self._measured = measured
-        self._lock = threading.Lock()
-        self._readers = 0
-        self._closed = False
 
     @property
     def size(self) -> int:
@@ -94,42 +92,24 @@ class FileBlob:
         """See ``Blob.read``. Whole pages are read, whatever is asked for."""
         if offset < 0 or length < 0:
             raise ValueError(f"can't read {length} bytes at {offset}")
+        if self._descriptor < 0:
+            raise ValueError("read of a closed blob")
         end = min(offset + length, self._size)
         if offset >= end:
             yield memoryview(b"")
             return
         first = offset // PAGE * PAGE
-        with self._using():
-            room = self._pool.lend(_up(end) - first)
-            start = time.monotonic()
-            got = read_into(self._descriptor, room[: _up(end) - first], first, deadline, self._direct)
-            self._measured(got, time.monotonic() - start)
-            yield room[offset - first : max(offset - first, min(end - first, got))]
+        room = self._pool.lend(_up(end) - first)
+        start = time.monotonic()
+        got = read_into(self._descriptor, room[: _up(end) - first], first, deadline, self._direct)
+        self._measured(got, time.monotonic() - start)
+        yield room[offset - first : max(offset - first, min(end - first, got))]
 
     def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            idle = not self._readers
-        if idle:
-            _close(self._descriptor)
-
-    @contextlib.contextmanager
-    def _using(self) -> Iterator[None]:
-        """Keeps the descriptor open: its number would go to the next file that is opened, under the feet of a reader."""
-        with self._lock:
-            if self._closed:
-                raise ValueError("read of a closed blob")
-            self._readers += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._readers -= 1
-                last = self._closed and not self._readers
-            if last:
-                _close(self._descriptor)
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):  # it is closed all the same, and nothing was written through it
+                os.close(descriptor)
 
     def __del__(self) -> None:
         self.close()
@@ -185,11 +165,6 @@ def direct_works(path: str) -> bool:
     except OSError:
         return False
     finally:
-        os.close(descriptor)
-
-
-def _close(descriptor: int) -> None:
-    with contextlib.suppress(OSError):  # it is closed all the same, and nothing was written through it
         os.close(descriptor)
 
 

@@ -32,7 +32,8 @@ from kvweave.store.base import BlobInfo, MissReason, PutHints, Rejected, TierErr
 from kvweave.store.catalog import Catalog, Usage
 from kvweave.store.catalog_db import CatalogFull
 from kvweave.store.disk_cleanup import Cleanup, Damaged
-from kvweave.store.disk_room import Reads, Room
+from kvweave.store.disk_room import Room
+from kvweave.store.disk_shared import Ghosts, Reads, Shared
 from kvweave.store.disk_stats import COUNTED, REASONS, Counts, DiskStats
 from kvweave.store.disk_upkeep import COUNT_SECONDS, Upkeep
 from kvweave.store.disk_writer import Writer
@@ -95,14 +96,11 @@ class DiskBlobs:
         if direct == "on" and not self._direct:
             owners.close()
             raise InvalidOption(f"The file system of {root} doesn't take O_DIRECT. Use direct='auto'.")
-        files, epochs, reads, counts = self._files, self._epochs, self._reads, self._counts
-        catalog = Catalog(files, patience)
-        cleanup = Cleanup(files, catalog, epochs, owners, counts)
-        damaged = Damaged(files, catalog, cleanup, counts)
-        room = Room(files, catalog, cleanup, damaged, reads, counts, limits, policy, free_floor)
-        upkeep = Upkeep(files, catalog, cleanup, damaged, reads, room.ghosts, counts, capacity, policy == "cost", name)
-        writer = Writer(files, catalog, epochs, cleanup, room, upkeep, owners.name, self._direct, durability == "durable")
-        self._parts = _Parts(owners, catalog, cleanup, damaged, room, upkeep, writer)
+        shared = Shared.of(self._files, self._epochs, owners, self._reads, self._counts, patience)
+        room = Room(shared, limits, policy, free_floor)
+        upkeep = Upkeep(shared, capacity, policy == "cost", name)
+        writer = Writer(shared, room, upkeep, self._direct, durability == "durable")
+        self._parts = _Parts(owners, shared.catalog, shared.cleanup, shared.damaged, shared.ghosts, upkeep, writer)
         self.reconciled = upkeep.reconciled
 
     @property
@@ -150,7 +148,7 @@ class DiskBlobs:
 
     def was_evicted(self, key: ChunkKey) -> bool:
         """By this process, or by others before it started; the last ``GHOSTS`` of them."""
-        return self._parts is not None and key.name in self._parts.room.ghosts
+        return self._parts is not None and key.name in self._parts.ghosts
 
     def ping(self, deadline: float) -> None:
         try:
@@ -182,7 +180,7 @@ class DiskBlobs:
         self._counts.add("puts" if new else "duplicates")
         if new:
             self._refused.discard(key.name)
-            self._parts.room.ghosts.forget(key.name)
+            self._parts.ghosts.forget(key.name)
 
     def discard(self, key: ChunkKey, reason: MissReason) -> None:
         """Kept as one of the last ``KEPT_DAMAGED``, where its bytes still count, so that it can be looked at."""
@@ -331,7 +329,7 @@ class _Parts(NamedTuple):
     catalog: Catalog
     cleanup: Cleanup
     damaged: Damaged
-    room: Room
+    ghosts: Ghosts
     upkeep: Upkeep
     writer: Writer
 

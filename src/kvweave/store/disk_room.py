@@ -2,102 +2,34 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import OrderedDict
-from collections.abc import Iterable
 from itertools import accumulate, islice
 
-from kvweave.store.base import Rejected, TierError
-from kvweave.store.catalog import GHOSTS, Catalog, Claim
+from kvweave.store.base import Rejected
+from kvweave.store.catalog import Claim
 from kvweave.store.catalog_db import ROOM
-from kvweave.store.disk_cleanup import Cleanup, Damaged
-from kvweave.store.disk_stats import Counts
+from kvweave.store.disk_shared import Shared
 from kvweave.store.eviction import Cost, Entry, Limits, Need, make_policy, victims
-from kvweave.store.files import Files, scope_of
+from kvweave.store.files import scope_of
 
 _ROUNDS = 8
 _BATCH = 32
 
 
-class Reads:
-    """What reads tell eviction: which records are used, and how fast the disk is. Thread-safe."""
-
-    def __init__(self, counts: Counts) -> None:
-        self._counts = counts
-        self._lock = threading.Lock()
-        self._uses: dict[str, tuple[int, float]] = {}
-        self.speed = 1e9
-        """Bytes a second."""
-
-    def add(self, name: str) -> None:
-        with self._lock:
-            count, _ = self._uses.get(name, (0, 0.0))
-            self._uses[name] = (count + 1, time.time())
-
-    def measured(self, length: int, seconds: float) -> None:
-        if length >= 2**18 and seconds > 0:
-            self.speed += 0.1 * (length / seconds - self.speed)
-
-    def flush(self, catalog: Catalog) -> None:
-        """Write the uses since the last time to the catalogue."""
-        with self._lock:
-            uses, self._uses = self._uses, {}
-        if uses:
-            try:
-                catalog.touch(uses)
-            except TierError:  # only hints for eviction are lost
-                self._counts.add("errors")
-
-
-class Ghosts:
-    """The last ``GHOSTS`` names that were evicted, as far as this process knows. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._names: OrderedDict[str, None] = OrderedDict()
-
-    def add(self, names: Iterable[str]) -> None:
-        with self._lock:
-            for name in names:
-                self._names[name] = None
-            while len(self._names) > GHOSTS:
-                self._names.popitem(last=False)
-
-    def forget(self, name: str) -> None:
-        with self._lock:
-            self._names.pop(name, None)
-
-    def __contains__(self, name: str) -> bool:
-        with self._lock:
-            return name in self._names
-
-
 class Room:
     """Claims bytes for writes: never over capacity, quota or free-space floor; evicts where that makes room."""
 
-    def __init__(
-        self,
-        files: Files,
-        catalog: Catalog,
-        cleanup: Cleanup,
-        damaged: Damaged,
-        reads: Reads,
-        counts: Counts,
-        limits: Limits,
-        policy: str,
-        free_floor: float,
-    ) -> None:
-        self._files = files
-        self._catalog = catalog
-        self._cleanup = cleanup
-        self._damaged = damaged
-        self._reads = reads
-        self._counts = counts
+    def __init__(self, shared: Shared, limits: Limits, policy: str, free_floor: float) -> None:
+        self._files = shared.files
+        self._catalog = shared.catalog
+        self._cleanup = shared.cleanup
+        self._damaged = shared.damaged
+        self._reads = shared.reads
+        self._ghosts = shared.ghosts
+        self._counts = shared.counts
         self._limits = limits
         self._policy = policy
         self._free_floor = free_floor
-        self.ghosts = Ghosts()
 
     def reserve(self, claim: Claim) -> None:
         """Enter the claim, evicting as need be. Raises ``Rejected`` no_room or quota, ``TierError`` and ``OSError``."""
@@ -139,7 +71,7 @@ class Room:
         gone = self._catalog.evict([entry.name for entry in batch], now, clock)
         self._counts.add(reason, len(gone))
         self._counts.add("evicted_bytes", sum(size for _, size in gone))
-        self.ghosts.add(name for name, _ in gone)
+        self._ghosts.add(name for name, _ in gone)
 
     def _spare(self) -> int:
         free, total = self._files.space()

@@ -9,11 +9,7 @@ import threading
 import time
 
 from kvweave.store.base import TierError
-from kvweave.store.catalog import Catalog
-from kvweave.store.disk_cleanup import Cleanup, Damaged
-from kvweave.store.disk_room import Ghosts, Reads
-from kvweave.store.disk_stats import Counts
-from kvweave.store.files import Files
+from kvweave.store.disk_shared import Shared
 from kvweave.store.record import FIRST_READ, decode_header, header_length
 
 FLUSH_SECONDS = 2.0
@@ -31,26 +27,14 @@ class Upkeep:
     ``capacity`` is told to those who open the folder without one. ``learn``: find out what records took to compute.
     """
 
-    def __init__(
-        self,
-        files: Files,
-        catalog: Catalog,
-        cleanup: Cleanup,
-        damaged: Damaged,
-        reads: Reads,
-        ghosts: Ghosts,
-        counts: Counts,
-        capacity: int | None,
-        learn: bool,
-        name: str,
-    ) -> None:
-        self._files = files
-        self._catalog = catalog
-        self._cleanup = cleanup
-        self._damaged = damaged
-        self._reads = reads
-        self._ghosts = ghosts
-        self._counts = counts
+    def __init__(self, shared: Shared, capacity: int | None, learn: bool, name: str) -> None:
+        self._files = shared.files
+        self._catalog = shared.catalog
+        self._cleanup = shared.cleanup
+        self._damaged = shared.damaged
+        self._reads = shared.reads
+        self._ghosts = shared.ghosts
+        self._counts = shared.counts
         self._capacity = capacity
         self._learn = learn
         self._unlearned = learn

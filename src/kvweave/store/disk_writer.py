@@ -8,36 +8,24 @@ import os
 from kvweave.core.keys import ChunkKey
 from kvweave.store.aligned import DIRECT, is_aligned, write_all
 from kvweave.store.base import PutHints, Rejected
-from kvweave.store.catalog import Catalog, Claim, Uncounted
-from kvweave.store.disk_cleanup import Cleanup
+from kvweave.store.catalog import Claim, Uncounted
 from kvweave.store.disk_room import Room
+from kvweave.store.disk_shared import Shared
 from kvweave.store.disk_upkeep import Upkeep
-from kvweave.store.files import TEMP, Files, make_folders, sync_folder, unlink
-from kvweave.store.folder import Epochs
+from kvweave.store.files import TEMP, make_folders, sync_folder, unlink
 
 
 class Writer:
     """Puts values into files: their bytes are claimed, a temporary file is written, renamed, and counted instead."""
 
-    def __init__(
-        self,
-        files: Files,
-        catalog: Catalog,
-        epochs: Epochs,
-        cleanup: Cleanup,
-        room: Room,
-        upkeep: Upkeep,
-        owner: str,
-        direct: bool,
-        durable: bool,
-    ) -> None:
-        self._files = files
-        self._catalog = catalog
-        self._epochs = epochs
-        self._cleanup = cleanup
+    def __init__(self, shared: Shared, room: Room, upkeep: Upkeep, direct: bool, durable: bool) -> None:
+        self._files = shared.files
+        self._catalog = shared.catalog
+        self._epochs = shared.epochs
+        self._cleanup = shared.cleanup
+        self._owner = shared.owners.name
         self._room = room
         self._upkeep = upkeep
-        self._owner = owner
         self._direct = direct
         self._durable = durable
         self._numbers = itertools.count()
