@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
 
+from fastapi import Depends
 from starlette.requests import Request
 
 from kvweave.errors import InvalidRequest
@@ -30,10 +31,14 @@ def caller_with(scope: Scope) -> Callable[[Request], Awaitable[Caller]]:
     return caller
 
 
-async def json_body(request: Request) -> Mapping[str, Any]:
-    """The body, an object of JSON. Raises ``InvalidRequest``."""
+Infer = Annotated[Caller, Depends(caller_with("infer"))]
+"""Parameter of a route that needs a caller who may run prompts."""
+
+
+def parse_json(raw: bytes) -> dict[str, Any]:
+    """A body as an object. Raises ``InvalidRequest``."""
     try:
-        body = json.loads(await request.body())
+        body = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"The body isn't JSON: {str(error)[:100]}. Send an object.") from None
     if not isinstance(body, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -50,7 +51,7 @@ def _as_ours(request: Request, error: HTTPException) -> KvweaveError:
 
 async def on_bad_parameter(request: Request, error: Exception) -> Response:
     """Handler for path and query parameters that FastAPI checked."""
-    details = getattr(error, "errors", list)()
-    name = str(details[0]["loc"][-1]) if details else "parameter"
-    reason = str(details[0]["msg"]) if details else str(error)
-    return await on_error(request, InvalidRequest(f"{name}: {reason}. Correct it.", param=name))
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    return await on_error(request, InvalidRequest(f"{name}: {first['msg']}. Correct it.", param=name))

@@ -40,7 +40,7 @@ async def with_comments(events: AsyncIterator[bytes], seconds: float) -> AsyncIt
     waiting: asyncio.Future[bytes] | None = None
     try:
         while True:
-            waiting = asyncio.ensure_future(anext(events))  # type: ignore[arg-type]
+            waiting = asyncio.ensure_future(anext(events))
             while not (await asyncio.wait((waiting,), timeout=seconds))[0]:
                 yield COMMENT
             try:

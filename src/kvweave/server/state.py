@@ -5,13 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from kvweave.core.chat import Conversation
 from kvweave.core.prompt import TokenPrompt
 from kvweave.core.report import Output
+from kvweave.models.constraints import GrammarCompiler
 from kvweave.protocol.cache import Pin
+from kvweave.protocol.limits import Limits
+from kvweave.protocol.responses import Head
+from kvweave.server.tool_calls import ToolParser
+from kvweave.store.guard import Guarded
+from kvweave.store.tiered import TieredStore
 
 if TYPE_CHECKING:
     from kvweave.engine.loop import EngineLoop
@@ -19,6 +26,7 @@ if TYPE_CHECKING:
     from kvweave.reuse.gate import Gates
     from kvweave.server.keys import KeyRing
     from kvweave.server.request_log import RequestLog
+    from kvweave.server.segments import SegmentDirectory
     from kvweave.server.settings import ServerSettings
 
 
@@ -81,12 +89,6 @@ class Metrics(Protocol):
         ...
 
 
-class Segments(Protocol):
-    """Remembers labels. Its methods may be called from several threads."""
-
-    def finished(self, exchange: Exchange, answered: Answered) -> None: ...
-
-
 @dataclass
 class ServerState:
     """One running server; ``app.state.server`` of its app."""
@@ -97,9 +99,11 @@ class ServerState:
     gates: Gates
     requests: RequestLog
     metrics: Metrics
-    segments: Segments
+    segments: SegmentDirectory
     workers: ThreadPoolExecutor
     """Rendering, tokenising and whatever else takes longer than an event loop may stand still."""
+    tool_parser: ToolParser | None = None
+    """None: answers of this model hold no calls that could be told from text."""
     started_at: float = field(default_factory=time.time)
     """Unix time."""
 
@@ -111,3 +115,27 @@ class ServerState:
     def model_name(self) -> str:
         """As clients call it."""
         return self.settings.served_model_name or self.llm.name
+
+    @cached_property
+    def limits(self) -> Limits:
+        return replace(Limits(), body_bytes=self.settings.body_bytes)
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Raises ``MissingExtra`` and ``UnsupportedParameter``."""
+        return GrammarCompiler(self.llm.tokenizer, self.llm.engine.parts.eos_ids)
+
+    def head(self, id: str) -> Head:
+        """What all objects of the answer ``id`` begin with."""
+        return Head(id, int(time.time()), self.model_name, self.llm.built.fingerprint.short)
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text, special or not."""
+        return self.llm.tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def tiers_up(self) -> dict[str, bool]:
+        """By slow tier, whether it is asked: one that fails again and again, or hangs, isn't."""
+        store = self.llm.engine.parts.chunks.store
+        tiers = store.tiers if isinstance(store, TieredStore) else ()
+        media = [tier.medium for tier in tiers]
+        return {m.name: not m.pool.stuck and (not isinstance(m.blobs, Guarded) or m.blobs.up) for m in media}
