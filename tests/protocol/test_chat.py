@@ -12,6 +12,7 @@ from kvweave.core.sampling import SamplingParams
 from kvweave.errors import ConflictingFields, InvalidRequest
 from kvweave.protocol.bodies import ChatCompletionBody
 from kvweave.protocol.chat import ChatRequest, ResponseFormat, parse_chat
+from kvweave.protocol.ignored import MAX_NAMED
 from kvweave.protocol.limits import Limits
 from kvweave.protocol.sampling import UNLIMITED
 from tests.protocol.cases import chat_body
@@ -125,6 +126,10 @@ def test_names_of_unknown_fields_are_safe_in_a_header() -> None:
     assert name.isascii()
     assert name.isprintable()
     assert len(name) <= 60
+
+
+def test_not_all_unknown_fields_are_named() -> None:
+    assert len(parse(**{f"field{i}": 1 for i in range(1000)}).ignored) == MAX_NAMED
 
 
 def test_what_a_client_echoes_is_not_unknown() -> None:

@@ -117,5 +117,9 @@ def test_limits() -> None:
 
 def test_unknown_fields() -> None:
     assert parse(prompt="a", x=1, best_of=1).ignored == ("x",)
+    assert parse(segments=[{"text": "a", "y": 1}], prompt_cache_options={"mode": "m"}).ignored == (
+        "segments[].y",
+        "prompt_cache_options.mode",
+    )
     with pytest.raises(InvalidRequest, match="x"):
         parse_completion({"prompt": "a", "x": 1}, {}, strict=True)

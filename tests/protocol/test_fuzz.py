@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from pydantic import BaseModel
 
 from kvweave.errors import RequestError
 from kvweave.protocol.bodies import ChatCompletionBody, CompletionBody, TokenizeBody
@@ -94,3 +96,22 @@ def test_deep_nesting_in_the_body() -> None:
         deep = [deep]
     with pytest.raises(RequestError, match="deeper than 100"):
         _chat({**chat_body(), "chat_template_kwargs": {"a": deep}})
+
+
+@pytest.mark.parametrize(
+    ("parse", "body", "model"), [(_chat, chat_body(), ChatCompletionBody), (_completion, completion_body(), CompletionBody)]
+)
+def test_what_is_accepted_fits_the_schema(parse: Callable[[Any], Any], body: dict[str, Any], model: type[BaseModel]) -> None:
+    """OpenAPI doesn't forbid what the server takes."""
+    schema = Draft202012Validator(model.model_json_schema())
+    paths = list(places(body))
+
+    @given(st.sampled_from(paths), JSON)
+    @settings(max_examples=600, deadline=None)
+    def check(path: tuple[Any, ...], value: Any) -> None:
+        changed = replaced(body, path, value)
+        if _outcome(parse, changed) is not None:
+            assert schema.is_valid(changed), list(schema.iter_errors(changed))
+
+    check()
+    assert not schema.is_valid({**body, "temperature": "1"})

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from kvweave.errors import InvalidRequest, UnknownCacheField
-from kvweave.protocol.validation import clip, refuse
+from kvweave.protocol.validation import refuse
 
 _DURATION = re.compile(r"([0-9]{1,12})(ms|s|m|h|d)")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -31,6 +31,12 @@ def seconds(value: object) -> float:
 _DURATION_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": f"^{_DURATION.pattern}$"}]}
 Duration = Annotated[float, BeforeValidator(seconds), WithJsonSchema(_DURATION_SCHEMA)]
 """A float in seconds, once validated."""
+
+# Checked by ``edits``, which has error codes of its own. Empty values of either type equal absence.
+_EMPTY = [{"type": "array", "maxItems": 0}, {"type": "object", "maxProperties": 0}, {"type": "null"}]
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_DROP_SCHEMA = {"anyOf": [{"type": "object", "additionalProperties": _IDS}, *_EMPTY]}
+_REPOSITION_SCHEMA = {"anyOf": [_IDS, *_EMPTY]}
 
 
 class Closed(BaseModel):
@@ -69,8 +75,8 @@ class Mark(Closed):
 class CacheBody(Closed):
     """What to reuse, how, and for how long. Every field may be null, which is as if it weren't there."""
 
-    drop: Annotated[Any, WithJsonSchema({"type": ["object", "null"], "additionalProperties": {"type": "array"}})] = None
-    reposition: Annotated[Any, WithJsonSchema({"type": ["array", "null"], "items": {"type": "integer"}})] = None
+    drop: Annotated[Any, WithJsonSchema(_DROP_SCHEMA)] = None
+    reposition: Annotated[Any, WithJsonSchema(_REPOSITION_SCHEMA)] = None
     reuse: Literal["exact", "fused", "auto", "off"] | None = None
     technique: str | None = Field(default=None, min_length=1, max_length=256)
     template: str | None = Field(default=None, pattern=LABEL)
@@ -151,8 +157,3 @@ class CacheFields(BaseModel):
     drop_rule: DropRule | None = None
     reposition: Any = None
     context_management: ContextManagement | None = None
-
-
-def ignored_keys(extra: dict[str, Any] | None, where: str = "") -> list[str]:
-    """Names of unknown keys that say something; null and empty equal absence."""
-    return [where + clip(key) for key, value in (extra or {}).items() if value not in (None, [], {}, "")]

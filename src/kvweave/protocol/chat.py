@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from pydantic import BaseModel
 
 from kvweave.core.chat import Conversation, Message
 from kvweave.core.prompt import Document
@@ -13,9 +15,9 @@ from kvweave.errors import ConflictingFields, InvalidRequest, UnsupportedParamet
 from kvweave.protocol.bodies import ChatCompletionBody, ResponseFormatBody, TokenizeBody
 from kvweave.protocol.bodies import Message as MessageBody
 from kvweave.protocol.cache import CacheOptions, cache_options, receive
-from kvweave.protocol.cache_bodies import ignored_keys
+from kvweave.protocol.ignored import ignored_fields
 from kvweave.protocol.limits import Limits
-from kvweave.protocol.sampling import UNLIMITED, refuse_unknown, samples, sampling_params, stream_usage
+from kvweave.protocol.sampling import UNLIMITED, samples, sampling_params, stream_usage
 from kvweave.protocol.segments import Segments
 from kvweave.protocol.validation import validate
 
@@ -65,8 +67,7 @@ def parse_chat(
     received = receive(checked, body, headers, limits)
     segments = Segments(limits)
     conversation = parse_conversation(checked, body, segments, limits)
-    ignored = _ignored(checked)
-    refuse_unknown(ignored, strict)
+    ignored = ignored_fields(checked, _nested(checked), strict)
     include_usage, continuous_usage = stream_usage(checked)
     return ChatRequest(
         model=checked.model,
@@ -178,17 +179,11 @@ def _response_format(body: ResponseFormatBody | None) -> ResponseFormat | None:
     return ResponseFormat(body.json_schema.schema_)
 
 
-def _ignored(body: ChatCompletionBody) -> tuple[str, ...]:
-    names = ignored_keys(body.model_extra)
+def _nested(body: ChatCompletionBody) -> Iterator[tuple[str, BaseModel]]:
+    """Objects in a body that may have unknown fields, with their place."""
     for message in body.messages:
-        names += ignored_keys(message.model_extra, "messages[].")
+        yield "messages[].", message
         for part in message.content if isinstance(message.content, list) else ():
-            names += ignored_keys(part.model_extra, "messages[].content[].")
+            yield "messages[].content[].", part
     for document in body.documents or ():
-        names += ignored_keys(document.model_extra, "documents[].")
-    if body.stream_options is not None:
-        names += ignored_keys(body.stream_options.model_extra, "stream_options.")
-    if (options := body.prompt_cache_options) is not None:
-        without_effect = {"mode": options.mode, "comparison_response_id": options.comparison_response_id}
-        names += ignored_keys(without_effect, "prompt_cache_options.")
-    return tuple(dict.fromkeys(names))
+        yield "documents[].", document

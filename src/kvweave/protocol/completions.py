@@ -11,9 +11,9 @@ from kvweave.core.sampling import SamplingParams
 from kvweave.errors import ConflictingFields, InvalidRequest, UnsupportedParameter
 from kvweave.protocol.bodies import CompletionBody
 from kvweave.protocol.cache import CacheOptions, Received, cache_options, receive
-from kvweave.protocol.cache_bodies import ignored_keys
+from kvweave.protocol.ignored import ignored_fields
 from kvweave.protocol.limits import Limits
-from kvweave.protocol.sampling import refuse_unknown, samples, sampling_params, stream_usage
+from kvweave.protocol.sampling import samples, sampling_params, stream_usage
 from kvweave.protocol.segments import Segments
 from kvweave.protocol.validation import validate
 
@@ -55,8 +55,7 @@ def parse_completion(
     _refuse_edits(received)
     segments = Segments(limits)
     prompts = _prompts(checked, segments, limits)
-    ignored = _ignored(checked)
-    refuse_unknown(ignored, strict)
+    ignored = ignored_fields(checked, (("segments[].", one) for one in checked.segments or ()), strict)
     include_usage, continuous_usage = stream_usage(checked)
     max_tokens = DEFAULT_MAX_TOKENS if checked.max_tokens is None else checked.max_tokens
     return CompletionRequest(
@@ -123,12 +122,3 @@ def _prompt_of_segments(body: CompletionBody, segments: Segments, limits: Limits
             for i, item in enumerate(items)
         ]
     )
-
-
-def _ignored(body: CompletionBody) -> tuple[str, ...]:
-    names = ignored_keys(body.model_extra)
-    for item in body.segments or ():
-        names += ignored_keys(item.model_extra, "segments[].")
-    if body.stream_options is not None:
-        names += ignored_keys(body.stream_options.model_extra, "stream_options.")
-    return tuple(dict.fromkeys(names))

@@ -52,12 +52,3 @@ def stream_usage(body: GenerationFields) -> tuple[bool, bool]:
     if not body.stream:
         raise InvalidRequest("stream_options are for streams. Send stream: true, or leave them out.", param="stream_options")
     return bool(options.include_usage), bool(options.continuous_usage_stats)
-
-
-def refuse_unknown(names: tuple[str, ...], strict: bool) -> None:
-    """With ``strict`` an unknown key is an error. Raises ``InvalidRequest``."""
-    if strict and names:
-        raise InvalidRequest(
-            f"Unknown fields: {', '.join(names)}. Leave them out: the server is strict about fields.",
-            param=names[0],
-        )
