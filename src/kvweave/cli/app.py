@@ -33,6 +33,7 @@ from kvweave.cli.options import (
     threads_of,
     tiers_of,
 )
+from kvweave.cli.serve import config, serve
 
 app = typer.Typer(
     add_completion=True,
@@ -52,6 +53,8 @@ def _show_version(asked: bool) -> None:
 app.add_typer(cache, name="cache")
 app.add_typer(evaluate, name="eval")
 app.add_typer(bench, name="bench")
+app.command()(serve)
+app.add_typer(config, name="config")
 
 
 @app.callback()

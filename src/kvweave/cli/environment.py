@@ -6,12 +6,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvweave.errors import ConfigError, suggest
+from kvweave.server.settings import HOME, check_environment
 
-HOME = "KVWEAVE_HOME"
 DISK_TIER = "KVWEAVE_DISK_TIER"
 REMOTE_TIER = "KVWEAVE_REMOTE_TIER"
-KNOWN = (HOME, DISK_TIER, REMOTE_TIER)
 
 
 def home_from_environment(environ: Mapping[str, str] | None = None) -> Path | None:
@@ -21,9 +19,7 @@ def home_from_environment(environ: Mapping[str, str] | None = None) -> Path | No
     ``ConfigError``.
     """
     environ = os.environ if environ is None else environ
-    for name in sorted(environ):
-        if name.startswith("KVWEAVE_") and name not in KNOWN:
-            raise ConfigError(f"The environment variable '{name}' is unknown. {suggest(name, KNOWN)}")
+    check_environment(environ)
     home = environ.get(HOME)
     return Path(home).expanduser() if home else None
 

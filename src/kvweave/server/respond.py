@@ -87,6 +87,8 @@ async def respond(
 async def _begin(state: ServerState, accept: Callable[[], Accepted], answers: Answers) -> Accepted:
     def begin() -> Accepted:
         accepted = accept()
+        for job in accepted.jobs:
+            state.segments.check_pins(job.exchange)
         answers.submit([job.request for job in accepted.jobs])
         return accepted
 
