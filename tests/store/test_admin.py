@@ -24,7 +24,7 @@ from kvweave.core.spec import KVLayout, LayerSpec
 from kvweave.errors import InvalidOption, StoreError
 from kvweave.store import erasure, folder, selection
 from kvweave.store.admin import StoreFolder
-from kvweave.store.archive import MANIFEST, export_records, export_tensors, import_records, private_output
+from kvweave.store.archive import MANIFEST, describe, export_records, export_tensors, import_records, private_output
 from kvweave.store.base import ChunkRecord, Miss
 from kvweave.store.disk import DiskBlobs
 from kvweave.store.host import HostStore
@@ -636,3 +636,20 @@ def test_manifest_is_small_json(admin: StoreFolder, tmp_path: Path) -> None:
         about = json.load(source)
     assert about["format"] == 1
     assert list(about["epochs"].values()) == [0]
+
+
+def test_an_expiry_travels_and_what_is_over_stays_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, now = tmp_path / "store", time.time()
+    store = engine(root)
+    for number, expires in ((1, now + 1000), (2, now + 5000), (3, None)):
+        store.put(record(number, store.scope("ada"), MODELS[0]), wait=True, expires=expires)
+    store.close()
+    with StoreFolder(root) as admin:
+        infos = admin.select(Selection())
+        ends = sorted(describe(found.header)["expires"] or 0 for i in infos if (found := admin.check(i)) and found.header)
+        assert ends == [0, int(now + 1000), int(now + 5000)]
+        export_records(admin, infos, tmp_path / "out.tar")
+    monkeypatch.setattr(time, "time", lambda: now + 2000)
+    with StoreFolder(tmp_path / "copy", create=True) as copy:
+        done = import_records(copy, tmp_path / "out.tar")
+        assert (done.added, done.skipped) == (2, {"expired": 1})

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import mmap
 import os
 import tarfile
@@ -280,6 +281,7 @@ def describe(header: Header) -> dict[str, Any]:
         "bytes_per_token": sum(header.row_bytes(layer) for layer in range(len(header.layers))),
         "prefill_ms": header.prefill_ms,
         "created": header.created,
+        "expires": None if math.isinf(header.expires) else header.expires,
         "writer": header.writer,
     }
 
