@@ -136,6 +136,11 @@ class EngineConfig:
     controller: str = "auto"
     """For chunks that lie below host memory: auto and paper set the recompute ratio from measured rates and don't load where
     that would lose; off takes the technique's ratio."""
+    chat_template: Path | None = None
+    """A Jinja file, instead of the model's own template."""
+    content_format: str = "auto"
+    """How a chat template gets the parts of a message: string (joined by new lines), parts (a list), or auto: as it is
+    found to want them."""
     tenant: str = "default"
     home: Path | None = None
     """Folder for fetched and converted models; None: ~/.cache/kvweave."""
@@ -144,6 +149,7 @@ class EngineConfig:
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         _one_of("anchor", self.anchor, ANCHORS)
         _one_of("controller", self.controller, CONTROLLERS)
+        _one_of("content_format", self.content_format, ("auto", "string", "parts"))
         if not isinstance(self.tiers, Tiers):
             raise InvalidOption("tiers: expected kvweave.Tiers(disk=..., remote=...).")
         _one_of("attention", self.attention, ("auto", "sdpa", "blocked", "reference"))

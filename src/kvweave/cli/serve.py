@@ -154,7 +154,7 @@ def _table(state: ServerState, url: str) -> list[tuple[str, str]]:
     built, settings, pool = state.llm.built, state.settings, state.llm.engine.parts.pool
     layout = state.llm.engine.parts.adapter.layout
     tiers = [f"host {show_bytes(int(state.llm.config.chunk_cache))}", *state.tiers_up()]
-    gates = [f"{name} {gate}" for name, gate in gate_states(state).items() if gate != "closed"]
+    gates = [f"{name} {gate}" for name, gate in gate_states(state.gates).items() if gate != "closed"]
     return [
         ("model", f"{state.model_name} ({built.fingerprint.short})"),
         ("device", f"{built.device}, {str(built.dtype).removeprefix('torch.')}, {built.attention}"),

@@ -49,7 +49,7 @@ def build_engine(directory: Path, config: EngineConfig) -> Built:
     device = pick_device(config.device)
     threads = pick_threads(config.threads, device)
     dtype = pick_dtype(config.dtype, device)
-    tokenizer = Tokenizer(directory)
+    tokenizer = Tokenizer(directory, config.chat_template, config.content_format)  # type: ignore[arg-type]
     adapter = DecoderAdapter.load(directory, dtype=dtype, device=device)
     attention = pick_attention(config.attention, adapter.layout, device)
     check = self_check(adapter, attention)

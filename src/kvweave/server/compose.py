@@ -11,6 +11,7 @@ import psutil
 from kvweave.llm import LLM
 from kvweave.models.sources import default_home
 from kvweave.reuse.gate import Gates, GateStore, gate_settings
+from kvweave.server.health import gate_states
 from kvweave.server.keys import SCOPES, Caller, KeyRing, digest_of, read_keys
 from kvweave.server.metrics import ServerMetrics
 from kvweave.server.request_log import RequestLog
@@ -42,7 +43,7 @@ def make_state(
         keys=keys,
         gates=gates,
         requests=requests,
-        metrics=ServerMetrics(settings.served_model_name or llm.name, llm.engine),
+        metrics=ServerMetrics(settings.served_model_name or llm.name, llm.engine, lambda: gate_states(gates)),
         segments=SegmentDirectory(llm),
         workers=ThreadPoolExecutor(_WORKERS, thread_name_prefix="kvweave-server"),
     )

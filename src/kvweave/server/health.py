@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from kvweave import __version__
 from kvweave.errors import Draining, KvweaveError, Unavailable
 from kvweave.protocol.responses import model_entry, model_list
+from kvweave.reuse.gate import Gates
 from kvweave.reuse.registry import make_technique, technique_names
 from kvweave.server.access import caller_with, server_of
 from kvweave.server.describe import answers
@@ -71,16 +72,16 @@ def _entry(state: ServerState) -> dict[str, Any]:
         max_model_len=state.llm.engine.parts.context_length,
         fingerprint=state.llm.built.fingerprint.short,
         reuse=state.settings.reuse,
-        techniques=gate_states(state),
+        techniques=gate_states(state.gates),
     )
 
 
-def gate_states(state: ServerState) -> dict[str, str]:
+def gate_states(gates: Gates) -> dict[str, str]:
     """State of the gate of each technique that fuses, with its default options; plugins that don't load have none."""
     found: dict[str, str] = {}
     for name in technique_names():
         with suppress(KvweaveError):
             technique = make_technique(name)
             if technique.reuse == "fused":
-                found[name] = state.gates.of(technique).state
+                found[name] = gates.of(technique).state
     return found

@@ -129,6 +129,8 @@ class ServerSettings:
             "kv_pool": self.kv_pool,
             "chunk_cache": _share(self.host_tier, memory),
             "tiers": tiers,
+            "chat_template": self.chat_template,
+            "content_format": self.content_format,
             "home": home,
         }
         EngineConfig.of(**options)
