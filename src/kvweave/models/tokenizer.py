@@ -16,6 +16,8 @@ from kvweave.models.chat_template import ChatTemplate, Rendered
 from kvweave.models.encoder import Encoded, Encoder
 from kvweave.models.template_inputs import ContentFormat
 
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+
 
 class Tokenizer:
     """A Hugging Face tokenizer and chat template, used the way segments need it. Thread-safe.
@@ -186,12 +188,12 @@ class IncrementalDecoder:
     The pieces together are the text of all ids. A piece costs the same however long the list is.
     """
 
-    _MOST, _FEWEST = 16, 4  # ids decoded again each time: enough for a character in bytes, and for joins between ids
+    _LONG, _SHORT = 16, 4  # ids: the window is shortened when it is this long, to about that
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._window: list[int] = []
+        self._window: list[int] = []  # the last ids, decoded again each time
         self._shown = 0  # characters of the window's text that have been handed out
 
     def push(self, token_id: int) -> str:
@@ -199,26 +201,30 @@ class IncrementalDecoder:
         if token_id in self._skipped:
             return ""
         self._window.append(token_id)
-        text = self._decode()
-        # A character whose bytes aren't complete is decoded as up to three of these.
-        certain = max(self._shown, len(text) - _incomplete(text))
+        text = self._decode(self._window)
+        held = len(text) - len(text.rstrip(_BROKEN))  # bytes of a character that may still be completed
+        if len(self._window) >= 2 * self._LONG:
+            held = min(held, 3)  # no character is that long
+        certain = max(self._shown, len(text) - held)
         new, self._shown = text[self._shown : certain], certain
-        if len(self._window) >= self._MOST:
-            held = len(text) - certain
-            del self._window[: -self._FEWEST]
-            self._shown = max(0, len(self._decode()) - held)
+        if len(self._window) >= self._LONG:
+            self._shorten(text, len(text) - certain)
         return new
 
     def flush(self) -> str:
         """What was held back."""
-        text = self._decode()
+        text = self._decode(self._window)
         new, self._shown = text[self._shown :], len(text)
         return new
 
-    def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, skip_special_tokens=False)
+    def _shorten(self, text: str, held: int) -> None:
+        """Drop the first ids of the window, if possible in front of a whole character."""
+        for keep in range(self._SHORT, 2 * self._SHORT):
+            tail = self._decode(self._window[-keep:])
+            if (text.endswith(tail) and _BROKEN not in tail) or len(self._window) >= 2 * self._LONG:
+                del self._window[:-keep]
+                self._shown = max(0, len(tail) - held)
+                return
 
-
-def _incomplete(text: str) -> int:
-    """How many replacement characters a text ends with, three at most."""
-    return len(text[-3:]) - len(text[-3:].rstrip("\N{REPLACEMENT CHARACTER}"))
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
