@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 
 from kvweave import __version__
 from kvweave.errors import KvweaveError
-from kvweave.server import chat, completions, health, text_routes
+from kvweave.server import cache_routes, chat, completions, health, text_routes
 from kvweave.server.describe import openapi
 from kvweave.server.failures import on_bad_parameter, on_error, on_http_error
 from kvweave.server.front import Front
@@ -28,7 +28,7 @@ def create_app(state: ServerState) -> FastAPI:
     )
     app.state.server = state
     app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
-    for router in (chat.router, completions.router, text_routes.router, health.router):
+    for router in (chat.router, completions.router, text_routes.router, cache_routes.router, health.router):
         app.include_router(router)
     app.add_exception_handler(KvweaveError, on_error)
     app.add_exception_handler(HTTPException, on_http_error)

@@ -124,11 +124,11 @@ class _EngineCollector(Collector):
 
     def _requests(self) -> Iterator[Metric]:
         scheduler, counters = self._engine.scheduler, self._engine.counters
-        slots = self._engine.parts.pool.num_slots
+        slots, used = self._engine.parts.pool.num_slots, pool_usage(self._engine)
         yield self._gauge("num_requests_running", "Requests that run.", len(scheduler.running))
         yield self._gauge("num_requests_waiting", "Requests that wait to be started.", len(scheduler.waiting))
         yield self._count("num_preemptions", "Running requests that had to give way.", counters.preemptions)
-        yield self._gauge("kv_cache_usage_perc", "Share of the KV pool that running requests use, 0 to 1.", self._used())
+        yield self._gauge("kv_cache_usage_perc", "Share of the KV pool that running requests use, 0 to 1.", used)
         config = {**self._labels, "block_size": str(_BLOCK), "num_gpu_blocks": str(slots // _BLOCK)}
         info = GaugeMetricFamily("vllm:cache_config_info", "The KV pool, in blocks.", labels=list(config))
         info.add_metric(list(config.values()), 1)
@@ -173,13 +173,6 @@ class _EngineCollector(Collector):
             gates.add_metric([technique], GATE_STATES.index(state))
         yield gates
 
-    def _used(self) -> float:
-        """What only the prefix tree holds can be had at any time, and doesn't count."""
-        allocator, tree = self._engine.allocator, self._engine.tree
-        owners = allocator.owners(torch.arange(allocator.num_slots))
-        unused = tree.num_tokens - int((owners > 1).sum())
-        return max(0, int((owners > 0).sum()) - max(0, unused)) / allocator.num_slots
-
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
@@ -189,6 +182,14 @@ class _EngineCollector(Collector):
         family = CounterMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
         return family
+
+
+def pool_usage(engine: Engine) -> float:
+    """Share of the KV pool that running requests use. What only the prefix tree holds can be had at any time."""
+    allocator = engine.allocator
+    owners = allocator.owners(torch.arange(allocator.num_slots))
+    unused = engine.tree.num_tokens - int((owners > 1).sum())
+    return max(0, int((owners > 0).sum()) - max(0, unused)) / allocator.num_slots
 
 
 def _segments(exchange: Exchange) -> list[Document]:

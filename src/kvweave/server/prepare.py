@@ -128,6 +128,7 @@ def _job(
         pins=cache.pins,
         arrived=arrival.created,
     )
+    state.segments.check_pins(exchange)
     return Job(mode.applied(request) if reads else request, exchange, rendered)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from kvweave.core.report import TOKEN_KINDS
 from kvweave.errors import ConfigError, RequestNotFound
 from kvweave.server.explain import Earlier
 from kvweave.server.shape import RequestShape
@@ -132,6 +133,14 @@ class RequestLog:
         query = "SELECT record FROM requests WHERE tenant = ? ORDER BY number DESC LIMIT ?"
         with self._lock:
             return [json.loads(row[0]) for row in self._db.execute(query, (self._name(tenant), limit))]
+
+    def totals(self, tenant: str) -> dict[str, Any]:
+        """Requests of a tenant that are remembered, and their prompt tokens by kind."""
+        sums = ", ".join(f"coalesce(sum(json_extract(record, '$.tokens.{kind}')), 0)" for kind in TOKEN_KINDS)
+        with self._lock:
+            query = f"SELECT count(*), {sums} FROM requests WHERE tenant = ?"
+            count, *tokens = self._db.execute(query, (self._name(tenant),)).fetchone()
+        return {"count": count, "tokens": dict(zip(TOKEN_KINDS, tokens, strict=True))}
 
     def erase(self, tenant: str) -> int:
         """Forget all requests of a tenant; returns how many there were."""

@@ -115,21 +115,34 @@ class SegmentDirectory:
     def describe(self, tenant: str, salt: str, label: str) -> dict[str, Any]:
         """Raises ``SegmentNotFound``."""
         entry = self._find(tenant, salt, label)
-        held = self._pins.held(entry.content, entry.tokens)
         pinned = entry.pinned_until if entry.pinned_until is not None and entry.pinned_until > time.time() else None
         return {
             "id": label,
             "object": "cache.segment",
             "kind": entry.kind,
-            "tokens": entry.tokens,
-            "bytes": sum(one.bytes for one in held.values()),
-            "tiers": {tier: {"tokens": one.tokens, "bytes": one.bytes} for tier, one in held.items()},
-            "provenance": "chunk" if held.keys() - {"device"} else "prefix" if held else None,
+            **self._cached(entry.content, entry.tokens),
             "hits": entry.hits,
             "created": entry.created,
             "last_used": entry.last_used,
             "expires_at": entry.expires,
             "pinned_until": pinned,
+        }
+
+    def tell(self, exchange: Exchange, one: Placed) -> dict[str, Any]:
+        """What is cached of a document of a prompt that was noted; more if it has a label."""
+        if one.document.id is not None:
+            return self.describe(exchange.tenant, exchange.salt, one.document.id)
+        return {"id": None, "object": "cache.segment", "kind": one.document.kind} | self._cached(
+            one.content, one.stop - one.start
+        )
+
+    def _cached(self, content: Content, tokens: int) -> dict[str, Any]:
+        held = self._pins.held(content, tokens)
+        return {
+            "tokens": tokens,
+            "bytes": sum(one.bytes for one in held.values()),
+            "tiers": {tier: {"tokens": one.tokens, "bytes": one.bytes} for tier, one in held.items()},
+            "provenance": "chunk" if held.keys() - {"device"} else "prefix" if held else None,
         }
 
     def pin(self, tenant: str, salt: str, label: str, seconds: float) -> float:
