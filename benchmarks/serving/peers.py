@@ -66,9 +66,9 @@ def make_peers(setup: Setup) -> dict[str, Peer | str]:
 
 def _kvweave(name: str, setup: Setup, body: Mapping[str, Any]) -> Peer:
     command = (sys.executable, "-m", "kvweave", "serve", str(setup.model), "--port", PORT)
-    limits = ("--max-model-len", str(setup.context), "--max-num-seqs", str(setup.users))
+    limits = ("--max-model-len", str(setup.context), "--max-num-seqs", str(setup.users), "--threads", str(setup.threads))
     gate = ("--gate", "force") if body else ()
-    return Peer(name, (*command, *limits, *gate), {"OMP_NUM_THREADS": str(setup.threads)}, body)
+    return Peer(name, (*command, *limits, *gate), body=body)
 
 
 def _vllm(setup: Setup) -> Peer | str:
