@@ -11,6 +11,7 @@ from kvweave.cli.bench import bench
 from kvweave.cli.cache import cache
 from kvweave.cli.environment import home_from_environment
 from kvweave.cli.eval import evaluate
+from kvweave.cli.explain import explain
 from kvweave.cli.options import (
     REUSE,
     SAMPLING,
@@ -54,6 +55,7 @@ app.add_typer(cache, name="cache")
 app.add_typer(evaluate, name="eval")
 app.add_typer(bench, name="bench")
 app.command()(serve)
+app.command()(explain)
 app.add_typer(config, name="config")
 
 
