@@ -26,11 +26,12 @@ from kvweave.bench.workloads import TRACE
 from kvweave.errors import KvweaveError
 
 PREFIX_CACHING = "kvweave"
+_PIPE_WIDTH = 120
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
-    console = Console(stderr=True)
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else _PIPE_WIDTH)
     setup = Setup(
         model=args.model,
         threads=args.threads,
@@ -102,7 +103,6 @@ def show(found: Sequence[Row], console: Console) -> None:
         "workload", "at a time", "peer", "TTFT ms", "p95", "CPU s to first", "TPOT ms", "tokens/s", "cached", "failed"
     )
     for row in sorted(found, key=lambda row: ((*WORKLOADS, TRACE).index(row["workload"]), row["concurrency"])):
-        cached = sum(count for name, count in row["usage"].items() if name in ("cached_tokens", "fused_tokens"))
         table.add_row(
             row["workload"],
             str(row["concurrency"]),
@@ -112,7 +112,7 @@ def show(found: Sequence[Row], console: Console) -> None:
             _cell(row["cpu_seconds_to_first_token"], 3),
             _cell(row["tpot_ms"], 1),
             _cell(row["output_tokens_per_second"], 1),
-            f"{cached / row['prompt_tokens']:.0%}" if row["prompt_tokens"] else "",
+            *(_share(row["usage"].get(name), row["prompt_tokens"]) for name in ("cached_tokens", "fused_tokens")),
             str(sum(row["errors"].values())),
         )
     console.print(table)
@@ -120,6 +120,10 @@ def show(found: Sequence[Row], console: Console) -> None:
 
 def _cell(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:,.{digits}f}"
+
+
+def _share(tokens: int | None, of: int) -> str:
+    return f"{tokens / of:.0%}" if tokens is not None and of else ""
 
 
 def _names(text: str) -> tuple[str, ...]:

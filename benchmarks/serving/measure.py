@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from kvweave.bench.workloads import TRACE, Shape, Workload, from_trace
 
 Row = dict[str, Any]
 WORKLOADS = ("fresh", "repeat", "permuted", "dropped", "chat")
+_KNOWN_DOCUMENTS = ("permuted", "dropped", TRACE)
+"""Their documents were there before the questions, as those of a retrieval index are."""
+_CHAT_TURNS = 4
 _KEPT = (
     "requests",
     "errors",
@@ -52,7 +55,8 @@ def measure(peer: Peer, url: str, plan: Plan, keep: Callable[[Row], None]) -> No
     for workload in plan.workloads:
         for concurrency in plan.concurrency:
             seed += 1
-            options = _options(peer, url, plan, workload, plan.requests, seed, concurrency)
+            least = concurrency * _CHAT_TURNS if workload == "chat" else 1  # a conversation has one request at a time
+            options = _options(peer, url, plan, workload, max(plan.requests, least), seed, concurrency)
             keep(_row(peer, options, make_workload(options)))
     if plan.queries:
         options = _options(peer, url, plan, TRACE, plan.queries, plan.seed, 1)
@@ -63,17 +67,19 @@ def measure(peer: Peer, url: str, plan: Plan, keep: Callable[[Row], None]) -> No
 def _options(peer: Peer, url: str, plan: Plan, workload: str, requests: int, seed: int, concurrency: int) -> Options:
     return Options(
         url=url,
-        shape=Shape(requests, plan.documents, seed=seed),
+        shape=Shape(requests, plan.documents, turns=_CHAT_TURNS, seed=seed),
         workload=workload,
         concurrency=concurrency,
         document_tokens=plan.document_tokens,
         output_tokens=plan.output_tokens,
         body=peer.body,
+        precompute=peer.precompute and workload in _KNOWN_DOCUMENTS,
     )
 
 
 def _row(peer: Peer, options: Options, workload: Workload) -> Row:
-    summary = run(options, workload).summary
+    result = run(options, workload)
+    summary = result.summary
     times: Row = {
         "ttft_ms": _mean(summary.ttft_ms),
         "ttft_p95_ms": summary.ttft_ms.p95 if summary.ttft_ms else None,
@@ -81,7 +87,8 @@ def _row(peer: Peer, options: Options, workload: Workload) -> Row:
         "ttft_ms_by_quarter": list(summary.ttft_ms_by_quarter),
     }
     counts = {name: getattr(summary, name) for name in _KEPT}
-    return {"peer": peer.name, "workload": workload.name, "concurrency": options.concurrency} | times | counts
+    ahead = {"precomputed": asdict(result.precomputed) if result.precomputed else None}
+    return {"peer": peer.name, "workload": workload.name, "concurrency": options.concurrency} | times | counts | ahead
 
 
 def speed_ups(found: Sequence[Row], baseline: str) -> dict[str, dict[str, float]]:

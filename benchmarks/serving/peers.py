@@ -29,12 +29,14 @@ class NotStarted(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """``body`` is merged into every request; ``PORT`` in ``command`` is replaced."""
+    """``PORT`` in ``command`` is replaced. ``body`` is merged into every request; ``precompute``: documents that a workload
+    knows are computed ahead."""
 
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     body: Mapping[str, Any] = field(default_factory=dict)
+    precompute: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def _kvweave(name: str, setup: Setup, body: Mapping[str, Any]) -> Peer:
     command = (sys.executable, "-m", "kvweave", "serve", str(setup.model), "--port", PORT)
     limits = ("--max-model-len", str(setup.context), "--max-num-seqs", str(setup.users), "--threads", str(setup.threads))
     gate = ("--gate", "force") if body else ()
-    return Peer(name, (*command, *limits, *gate), body=body)
+    return Peer(name, (*command, *limits, *gate), body=body, precompute=bool(body))
 
 
 def _vllm(setup: Setup) -> Peer | str:

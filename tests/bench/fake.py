@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +30,9 @@ class Fake:
     breaks: str = ""
     key: str = ""
     pause_s: float = 0.002
+    details: Mapping[str, int] = field(default_factory=lambda: DETAILS)
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    warmed: list[dict[str, Any]] = field(default_factory=list)
     running: int = 0
     most_running: int = 0
 
@@ -39,6 +41,8 @@ class Fake:
         app = FastAPI()
         app.get("/v1/models")(self.models)
         app.post("/v1/chat/completions")(self.answer)
+        if self.kvweave:
+            app.post("/v1/cache/warm")(self.warm)
         return app
 
     async def models(self, request: Request) -> Response:
@@ -56,6 +60,10 @@ class Fake:
             return JSONResponse({"error": {"message": "Busy.", "code": "overloaded"}}, 503)
         return StreamingResponse(self.stream(body), media_type="text/event-stream")
 
+    async def warm(self, request: Request) -> Response:
+        self.warmed.append(await request.json())
+        return JSONResponse({"stored": True})
+
     async def stream(self, body: dict[str, Any]) -> AsyncIterator[str]:
         """A role, a chunk a token, a finish reason, usage: each chunk of its own, as llama.cpp does it."""
         self.running += 1
@@ -70,7 +78,7 @@ class Fake:
                 yield _event(choices=[{"delta": {"content": f"w{token} "}}])
             yield _event(choices=[{"delta": {}, "finish_reason": "length"}])
             tokens = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": body["max_tokens"]}
-            yield _event(choices=[], usage={**tokens, "prompt_tokens_details": {**DETAILS, "none": None}})
+            yield _event(choices=[], usage={**tokens, "prompt_tokens_details": {**self.details, "none": None}})
             yield "data: [DONE]\n\n"
         finally:
             self.running -= 1

@@ -137,6 +137,28 @@ def test_documents_are_marked_only_for_a_server_that_knows_marks() -> None:
     assert "\n".join(part["text"] for part in parts) == text == forced.bodies[-1]["messages"][0]["content"]
 
 
+def test_every_document_is_precomputed_once_and_its_cost_told() -> None:
+    fake = Fake(kvweave=True)
+    result = measure(fake, Shape(5, 3), workload="permuted", precompute=True, body={"cache_salt": "s"})
+    texts = [body["messages"][0]["content"][0]["text"] for body in fake.warmed]
+    assert len(set(texts)) == len(texts) == 6, "three of the warm-up, three of the workload"
+    assert {(body["what"], body["cache_salt"]) for body in fake.warmed} == {("chunks", "s")}
+    assert set(texts) >= {part["text"] for part in fake.bodies[-1]["messages"][0]["content"][:-1]}
+    assert result.precomputed is not None
+    assert (result.precomputed.documents, result.precomputed.seconds > 0) == (6, True)
+    with pytest.raises(InvalidOption, match="needs a kvweave server"):
+        measure(Fake(), precompute=True)
+    with pytest.raises(KvweaveError, match=r"warm fails: .*404"):
+        measure(Fake(), precompute=True, segments="parts")
+
+
+@pytest.mark.parametrize("reuse", ["fused", "exact"])
+@pytest.mark.parametrize("fused", [0, 4])
+def test_fused_kv_that_was_asked_for_and_never_came(reuse: str, fused: int) -> None:
+    result = measure(Fake(details={"fused_tokens": fused}), Shape(1, 1), body={"cache": {"reuse": reuse}})
+    assert result.asked_in_vain == (reuse == "fused" and not fused)
+
+
 def test_a_server_that_refuses_ignore_eos_is_asked_without() -> None:
     fake = Fake(refuses="ignore_eos")
     result = measure(fake, Shape(2, 1))

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def test_every_peer_gets_the_same_texts_and_no_row_those_of_another() -> None:
         fake, rows = Fake(), list[Any]()
         with serving(fake.app) as url:
             measure(Peer("fake", (), body=body), url, PLAN, rows.append)
+        assert not any(row["precomputed"] for row in rows)
         asked.append([request["messages"] for request in fake.bodies])
         assert [(row["workload"], row["concurrency"]) for row in rows] == [
             *((workload, concurrency) for workload in PLAN.workloads for concurrency in PLAN.concurrency),
@@ -76,6 +78,21 @@ def test_every_peer_gets_the_same_texts_and_no_row_those_of_another() -> None:
         assert rows[0]["ttft_ms"] > 0
     assert sorted(map(str, asked[0])) == sorted(map(str, asked[1]))
     assert len({str(messages) for messages in asked[0]}) == len(asked[0])
+
+
+def test_only_documents_that_a_workload_knows_are_computed_ahead() -> None:
+    fake, rows = Fake(kvweave=True), list[Any]()
+    with serving(fake.app) as url:
+        measure(Peer("fake", (), precompute=True), url, PLAN, rows.append)
+    ahead = {row["workload"]: bool(row["precomputed"]) for row in rows}
+    assert ahead == {"fresh": False, "permuted": True, TRACE: True}
+
+
+def test_there_are_as_many_conversations_as_users() -> None:
+    fake = Fake()
+    with serving(fake.app) as url:
+        measure(Peer("fake", ()), url, replace(PLAN, workloads=("chat",), concurrency=(3,), queries=0), lambda row: None)
+    assert fake.most_running == 3
 
 
 def test_absent_peers_are_named_and_a_failing_one_keeps_nobody_from_running(tmp_path: Path) -> None:
@@ -113,7 +130,7 @@ def test_commands_of_the_peers() -> None:
         assert isinstance(peer, Peer)
         assert peer.name == name
         assert peer.command.count(PORT) == 1
-        assert ("--gate" in peer.command) == bool(peer.body) == (name == "kvweave-fused")
+        assert ("--gate" in peer.command) == bool(peer.body) == peer.precompute == (name == "kvweave-fused")
         if peer.body:
             assert peer.body == {"cache": {"reuse": "fused", "technique": "epic"}}
     (llama,) = [peer for peer in make_peers(given).values() if isinstance(peer, Peer) and peer.name == "llamacpp"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,13 @@ from typing import Any
 import httpx
 
 from kvweave.bench.load import Sample, Sender
-from kvweave.bench.server_cpu import find_server
+from kvweave.bench.server_cpu import ServerCpu, find_server
 from kvweave.bench.streaming import UNREACHED
 from kvweave.bench.summary import Summary, summarise
 from kvweave.bench.target import SEGMENTS, Target, find_target
 from kvweave.bench.texts import FileTexts, Library, PseudoTexts
 from kvweave.bench.traces import read_trace, zipf_trace
-from kvweave.bench.workloads import TRACE, Shape, Workload, build, from_trace
+from kvweave.bench.workloads import TRACE, Session, Shape, Workload, build, from_trace
 from kvweave.documents import read_documents
 from kvweave.errors import InvalidOption, KvweaveError, Unavailable
 
@@ -46,6 +47,8 @@ class Options:
     output_tokens: int = 32
     segments: str = "auto"
     body: Mapping[str, Any] = field(default_factory=dict)
+    precompute: bool = False
+    """First compute the KV of every document, so that it can be fused (kvweave alone)."""
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -64,6 +67,15 @@ class Options:
 
 
 @dataclass(frozen=True)
+class Precomputed:
+    """What computing documents ahead cost, which no time of a request holds."""
+
+    documents: int
+    seconds: float
+    server_cpu_seconds: float | None
+
+
+@dataclass(frozen=True)
 class Result:
     """``options`` as used, the model and the form of documents that the server got, and what came of it."""
 
@@ -71,6 +83,14 @@ class Result:
     target: Target
     summary: Summary
     samples: tuple[Sample, ...]
+    precomputed: Precomputed | None = None
+
+    @property
+    def asked_in_vain(self) -> bool:
+        """Whether fused KV was asked for, and the server, which counts it, never used any."""
+        cache = self.options.body.get("cache")
+        asked = isinstance(cache, Mapping) and cache.get("reuse") == "fused"
+        return asked and self.summary.completed > 0 and not self.summary.usage.get("fused_tokens")
 
     def as_json(self) -> dict[str, Any]:
         options = self.options
@@ -86,6 +106,7 @@ class Result:
             "request_rate": options.rate,
             "segments": "parts" if self.target.marked else "text",
             "body": dict(options.body),
+            "precomputed": asdict(self.precomputed) if self.precomputed else None,
             **asdict(self.summary),
         }
 
@@ -114,15 +135,19 @@ async def bench(options: Options, workload: Workload, on_sample: Callable[[Sampl
     """Run ``workload``; ``on_sample`` is called after each measured request.
 
     Raises ``Unavailable`` if no server answers, ``InvalidOption`` for a model it doesn't serve, ``KvweaveError`` if it
-    refuses the warm-up.
+    refuses the warm-up or the precomputation.
     """
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(headers=headers, timeout=options.timeout_s, limits=limits) as client:
         target = await find_target(client, options.url, options.model, options.segments)
         target = replace(target, output_tokens=options.output_tokens, body=options.body)
-        target = await _warm_up(client, target, options, workload)
         cpu = find_server(target.base)
+        warm_up = (*_unrelated(options), *workload.prime)
+        precomputed = None
+        if options.precompute:
+            precomputed = await _precompute(client, target, (*warm_up, *workload.sessions), cpu)
+        target = await _warm_up(client, target, warm_up)
         alone = options.rate is None and options.concurrency == 1
         sender = Sender(client, target, cpu if alone else None, on_sample)
         before = cpu() if cpu else 0.0
@@ -132,7 +157,7 @@ async def bench(options: Options, workload: Workload, on_sample: Callable[[Sampl
             sessions_per_s = options.rate * len(workload.sessions) / workload.requests
             await sender.open_loop(workload.sessions, sessions_per_s, random.Random(options.shape.seed))
         summary = summarise(sender.samples, cpu() - before if cpu else None)
-    return Result(options, target, summary, tuple(sender.samples))
+    return Result(options, target, summary, tuple(sender.samples), precomputed)
 
 
 def run(options: Options, workload: Workload, on_sample: Callable[[Sample], None] = lambda sample: None) -> Result:
@@ -140,12 +165,36 @@ def run(options: Options, workload: Workload, on_sample: Callable[[Sample], None
     return asyncio.run(bench(options, workload, on_sample))
 
 
-async def _warm_up(client: httpx.AsyncClient, target: Target, options: Options, workload: Workload) -> Target:
-    """Unrelated prompts of the workload's size, then what it wants primed. Returns the target in the form it accepts."""
+def _unrelated(options: Options) -> list[Session]:
+    """Prompts of the workload's size that share nothing with it."""
     shape = options.shape
     library = PseudoTexts(options.document_tokens, shape.seed, "warm-up")
-    sessions = [(shape.turn(-1 - n, library.take(shape.documents)),) for n in range(options.warm_up)]
-    for number, session in enumerate([*sessions, *workload.prime]):
+    return [(shape.turn(-1 - n, library.take(shape.documents)),) for n in range(options.warm_up)]
+
+
+async def _precompute(
+    client: httpx.AsyncClient, target: Target, sessions: Sequence[Session], cpu: ServerCpu | None
+) -> Precomputed:
+    if not target.marked:
+        raise InvalidOption(
+            "--precompute needs a kvweave server and marked documents. Leave it out, or use --segments parts."
+        )
+    documents = dict.fromkeys(document for session in sessions for turn in session for document in turn.documents)
+    start, before = time.perf_counter(), cpu() if cpu else 0.0
+    for document in documents:
+        try:
+            response = await client.post(target.precompute_url, json=target.precompute_request(document))
+            response.raise_for_status()
+        except httpx.HTTPError as error:
+            raise KvweaveError(
+                f"{target.precompute_url} fails: {error or type(error).__name__}. Leave --precompute out."
+            ) from error
+    return Precomputed(len(documents), time.perf_counter() - start, cpu() - before if cpu else None)
+
+
+async def _warm_up(client: httpx.AsyncClient, target: Target, sessions: Sequence[Session]) -> Target:
+    """Returns the target in the form that the server accepts. The first request tells."""
+    for number, session in enumerate(sessions):
         failed = await _try(client, target, session)
         if failed and number == 0 and "ignore_eos" in failed.exchange.message:
             target = target.without_ignore_eos()
@@ -158,7 +207,7 @@ async def _warm_up(client: httpx.AsyncClient, target: Target, options: Options, 
     return target
 
 
-async def _try(client: httpx.AsyncClient, target: Target, session: tuple[Any, ...]) -> Sample | None:
+async def _try(client: httpx.AsyncClient, target: Target, session: Session) -> Sample | None:
     """The sample of a request that failed, if one did."""
     sender = Sender(client, target)
     await sender.send(0, session)

@@ -28,6 +28,8 @@ def facts(result: Result) -> Rows:
         rows.append(("server CPU, s", f"{summary.server_cpu_seconds:,.2f}"))
     if summary.cpu_seconds_to_first_token is not None:
         rows.append(("... until a first token", f"{summary.cpu_seconds_to_first_token:.3f}"))
+    if result.precomputed is not None:
+        rows.append(("precomputed", f"{result.precomputed.documents:,} documents in {result.precomputed.seconds:.1f} s"))
     return rows
 
 

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from kvweave.bench.texts import Document
 from kvweave.bench.workloads import Turn
 from kvweave.errors import InvalidOption, KvweaveError, Unavailable, suggest
 
@@ -33,12 +34,19 @@ class Target:
     def url(self) -> str:
         return f"{self.base}/v1/chat/completions"
 
+    @property
+    def precompute_url(self) -> str:
+        return f"{self.base}/v1/cache/warm"
+
     def user_message(self, turn: Turn) -> Message:
-        texts = [document.text for document in turn.documents]
         if not self.marked:
-            return {"role": "user", "content": "\n".join([*texts, turn.question])}
-        parts = [{"type": "text", "text": text, "cache": {"kind": "document"}} for text in texts]
+            return {"role": "user", "content": "\n".join([*(d.text for d in turn.documents), turn.question])}
+        parts = [self._part(document) for document in turn.documents]
         return {"role": "user", "content": [*parts, {"type": "text", "text": turn.question}]}
+
+    @staticmethod
+    def _part(document: Document) -> Message:
+        return {"type": "text", "text": document.text, "cache": {"kind": "document"}}
 
     def request(self, messages: Sequence[Message]) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model, "messages": list(messages), "max_tokens": self.output_tokens}
@@ -46,6 +54,11 @@ class Target:
         if self.ignore_eos:
             body["ignore_eos"] = True
         return body | dict(self.body)
+
+    def precompute_request(self, document: Document) -> dict[str, Any]:
+        """For ``/v1/cache/warm``, which only kvweave has: computes the KV that fusion reuses."""
+        messages = [{"role": "user", "content": [self._part(document)]}]
+        return {"model": self.model, "messages": messages, **self.body, "what": "chunks"}
 
     def without_ignore_eos(self) -> Target:
         """For servers that refuse the field: answers may then be shorter than ``output_tokens``."""

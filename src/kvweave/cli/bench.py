@@ -12,7 +12,7 @@ import typer
 
 from kvweave.cli.entry import FAILED
 from kvweave.cli.options import Json, LogLevel
-from kvweave.cli.output import Progress, complain, print_table
+from kvweave.cli.output import LOG, Progress, complain, print_table
 from kvweave.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -81,6 +81,12 @@ def serve(
         str,
         typer.Option(help='JSON that is added to every request, like {"cache":{"reuse":"fused"}}.', rich_help_panel=PROMPTS),
     ] = "{}",
+    precompute: Annotated[
+        bool,
+        typer.Option(
+            "--precompute", help="First have a kvweave server compute all documents, to be fused.", rich_help_panel=PROMPTS
+        ),
+    ] = False,
     html: Annotated[Path | None, typer.Option(help="Write a report with plots.", rich_help_panel=OUTPUT)] = None,
     save: Annotated[Path | None, typer.Option(help="Write one JSON line per request.", rich_help_panel=OUTPUT)] = None,
     json_: Json = False,
@@ -89,7 +95,7 @@ def serve(
 ) -> int:
     """Send requests to an OpenAI-compatible server and time every piece of the answers.
 
-        kvweave bench serve --url http://127.0.0.1:8000 --workload permuted --body '{"cache":{"reuse":"fused"}}'
+        kvweave bench serve --url http://127.0.0.1:8000 --precompute --body '{"cache":{"reuse":"fused"}}'
 
     The last line of stdout is one JSON object; with --json there is no other.
     """
@@ -114,6 +120,7 @@ def serve(
         output_tokens=output_tokens,
         segments=segments,
         body=_object(body),
+        precompute=precompute,
         timeout_s=timeout,
     )
     for file in (html, save):
@@ -125,6 +132,8 @@ def serve(
     if not json_:
         _print(result)
     print(json.dumps(result.as_json(), allow_nan=False))
+    if result.asked_in_vain:
+        LOG.warning("Fused KV was asked for and none was used. Add --precompute, and look at the gates in /v1/models.")
     if not result.summary.completed:
         complain(f"No request was answered ({', '.join(result.summary.errors)}). Look into the server's log.")
         return FAILED
