@@ -38,7 +38,7 @@ class Tiers:
     tenant_quota: int | str | None = None
     """Most bytes of one tenant in host memory and on disk, each."""
     threads: int = 4
-    """I/O threads."""
+    """I/O threads of each tier."""
     staging: int | str = "512MiB"
     """Memory for loads on their way."""
     write_queue: int | str = "1GiB"
