@@ -38,10 +38,16 @@ class PinBody(Closed):
     pin: Duration = Field(ge=1, le=30 * 86400)
 
 
+_WHAT = {"enum": ["prefix", "chunks"]}
+_WARM_BODY = {
+    "allOf": [{"$ref": "#/components/schemas/ChatCompletionBody"}],
+    "properties": {"what": {"anyOf": [_WHAT, {"type": "array", "items": _WHAT, "minItems": 1}], "default": "prefix"}},
+}
+_WARM = {"requestBody": {"required": True, "content": {"application/json": {"schema": _WARM_BODY}}}}
 _PIN = {"requestBody": {"required": True, "content": {"application/json": {"schema": PinBody.model_json_schema()}}}}
 
 
-@router.post("/warm", openapi_extra=takes("ChatCompletionBody"), responses=answers("cache.warm"))
+@router.post("/warm", openapi_extra=_WARM, responses=answers("cache.warm"))
 async def warm_cache(request: Request, caller: Infer) -> dict[str, Any]:
     """Compute and keep what a chat request would need: a chat body, and ``what``: prefix, chunks, or a list of both."""
     state, raw = server_of(request), await request.body()

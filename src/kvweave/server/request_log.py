@@ -10,7 +10,6 @@ import os
 import secrets
 import sqlite3
 import threading
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,6 @@ from kvweave.server.shape import RequestShape
 
 KEEP = 10_000
 """Requests remembered for each tenant."""
-_BATCH = 500  # digests in one query
 _VERSION = 1
 _TABLES = """
 CREATE TABLE meta(name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
@@ -35,9 +33,11 @@ CREATE TABLE requests(
   shape TEXT NOT NULL, record TEXT NOT NULL);
 CREATE INDEX by_id ON requests(tenant, id);
 CREATE INDEX by_request_id ON requests(tenant, request_id);
+CREATE INDEX in_order ON requests(tenant, number);
 CREATE TABLE landmarks(
-  tenant TEXT NOT NULL, digest TEXT NOT NULL, number INTEGER NOT NULL REFERENCES requests ON DELETE CASCADE,
-  position INTEGER NOT NULL, PRIMARY KEY(tenant, digest, number)) WITHOUT ROWID;
+  tenant TEXT NOT NULL, digest TEXT NOT NULL, context TEXT NOT NULL,
+  number INTEGER NOT NULL REFERENCES requests ON DELETE CASCADE,
+  PRIMARY KEY(tenant, digest, context, number)) WITHOUT ROWID;
 CREATE INDEX landmarks_of ON landmarks(number);
 """
 Row = tuple[Any, ...]
@@ -86,7 +86,7 @@ class RequestLog:
         stored = (entry.expires, json.dumps(entry.shape.to_json()), json.dumps(entry.record))
         with self._lock, self._db as db:
             number = db.execute(f"INSERT INTO requests VALUES(NULL{', ?' * 10})", (*row, *stored)).lastrowid
-            marks = [(name, digest, number, position) for position, digest in entry.shape.landmarks()]
+            marks = [(name, digest, entry.shape.context, number) for _, digest in entry.shape.landmarks()]
             db.executemany("INSERT OR REPLACE INTO landmarks VALUES(?, ?, ?, ?)", marks)
             surplus = "SELECT number FROM requests WHERE tenant = ? ORDER BY number DESC LIMIT -1 OFFSET ?"
             db.execute(f"DELETE FROM requests WHERE number IN ({surplus})", (name, self._keep))
@@ -106,27 +106,20 @@ class RequestLog:
         the last one of the same model and salt.
         """
         name = self._name(tenant)
-        digests = [digest for _, digest in reversed(shape.landmarks())]
+        nearest_first = [digest for _, digest in sorted(shape.landmarks(), reverse=True)]
+        here = f"SELECT {_EARLIER} FROM landmarks JOIN requests USING(number) WHERE landmarks.tenant = ? AND digest = ?"
+        # One query a landmark, each answered by the first row of an index: thousands of requests may share a beginning.
+        own = f"{here} AND landmarks.context = ? AND finished <= ? ORDER BY number DESC LIMIT 1"
+        others = f"{here} AND landmarks.context != ? AND finished <= ? LIMIT 1"
         with self._lock:
-            for own in (True, False):
-                for i in range(0, len(digests), _BATCH):
-                    row = self._nearest(name, shape.context, own, digests[i : i + _BATCH], before)
+            for query in (own, others):
+                for digest in nearest_first:
+                    row = self._db.execute(query, (name, digest, shape.context, before)).fetchone()
                     if row is not None:
                         return _earlier(row)
-            query = f"SELECT {_EARLIER} FROM requests WHERE tenant = ? AND context = ? AND finished <= ?"
-            row = self._db.execute(f"{query} ORDER BY number DESC LIMIT 1", (name, shape.context, before)).fetchone()
+            last = f"SELECT {_EARLIER} FROM requests WHERE tenant = ? AND context = ? AND finished <= ?"
+            row = self._db.execute(f"{last} ORDER BY number DESC LIMIT 1", (name, shape.context, before)).fetchone()
         return None if row is None else _earlier(row)
-
-    def _nearest(
-        self, tenant: str, context: str, own: bool, digests: Sequence[str], before: float
-    ) -> tuple[Any, ...] | None:
-        query = (
-            f"SELECT {_EARLIER} FROM landmarks JOIN requests USING(number) WHERE landmarks.tenant = ? "
-            f"AND digest IN ({', '.join('?' * len(digests))}) AND finished <= ? AND context {'=' if own else '!='} ? "
-            "ORDER BY position DESC, number DESC LIMIT 1"
-        )
-        found: Row | None = self._db.execute(query, (tenant, *digests, before, context)).fetchone()
-        return found
 
     def recent(self, tenant: str, limit: int) -> list[dict[str, Any]]:
         """Records of a tenant's last requests, the last one first."""
