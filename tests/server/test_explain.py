@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvweave.core.keys import ModelFingerprint
@@ -204,6 +204,7 @@ def test_reasons_are_of_the_closed_list(reason: str) -> None:
 KINDS = st.fixed_dictionaries({kind: st.integers(0, 9) for kind in TOKEN_KINDS})
 
 
+@settings(deadline=None)
 @given(st.lists(KINDS.filter(lambda kinds: sum(kinds.values()) > 0), max_size=6), st.integers(0, 3))
 def test_segments_and_other_add_up_to_usage(tokens: list[dict[str, int]], prefix: int) -> None:
     documents = [Document(words(sum(kinds.values()), i), id=f"doc:{i}") for i, kinds in enumerate(tokens)]

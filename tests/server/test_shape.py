@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvweave.core.keys import ModelFingerprint
@@ -19,6 +19,7 @@ def of(ids: list[int], key: bytes = KEY) -> RequestShape:
     return RequestShape.of(TokenPrompt((TokenSpan(tuple(ids)),)), key=key, fingerprint=MODEL)
 
 
+@settings(deadline=None)
 @given(TOKENS, TOKENS, st.integers(0, 150))
 def test_common_is_never_too_long_and_misses_less_than_a_stride(a: list[int], b: list[int], shared: int) -> None:
     b = a[:shared] + b
