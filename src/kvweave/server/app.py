@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -9,7 +11,7 @@ from starlette.exceptions import HTTPException
 from kvweave import __version__
 from kvweave.errors import KvweaveError
 from kvweave.server import cache_routes, chat, completions, health, text_routes
-from kvweave.server.describe import openapi
+from kvweave.server.describe import document_of
 from kvweave.server.failures import on_bad_parameter, on_error, on_http_error
 from kvweave.server.front import Front
 from kvweave.server.state import ServerState
@@ -27,7 +29,7 @@ def create_app(state: ServerState) -> FastAPI:
         openapi_url="/openapi.json" if pages else None,
     )
     app.state.server = state
-    app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
+    app.openapi = cache(lambda: document_of(app))  # type: ignore[method-assign]
     for router in (chat.router, completions.router, text_routes.router, cache_routes.router, health.router):
         app.include_router(router)
     app.add_exception_handler(KvweaveError, on_error)

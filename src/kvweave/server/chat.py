@@ -30,7 +30,8 @@ from kvweave.server.front import note_of
 from kvweave.server.prepare import Arrival, Wanted, chat_job, check_model
 from kvweave.server.respond import Accepted, respond
 from kvweave.server.state import ServerState
-from kvweave.server.tool_calls import StreamingToolParser, ToolCallDelta, ToolParser
+from kvweave.tools import StreamingToolParser, ToolCallDelta, ToolParser
+from kvweave.tools.base import Tools
 
 router = APIRouter()
 PATH = "/v1/chat/completions"
@@ -65,7 +66,7 @@ def _accept(state: ServerState, arrival: Arrival, raw: bytes, headers: Mapping[s
     conversation = call.conversation if call.tool_choice == "auto" else replace(call.conversation, tools=())
     return Accepted(
         jobs=(chat_job(state, arrival, conversation, wanted),),
-        form=ChatForm(state.head(arrival.id), _token_text(state, call), parser),
+        form=ChatForm(state.head(arrival.id), _token_text(state, call), parser, conversation.tools),
         cache=call.cache,
         ignored=call.ignored,
         operations=call.operations,
@@ -86,12 +87,15 @@ def _token_text(state: ServerState, call: ChatRequest) -> TokenText | None:
 
 
 class ChatForm:
-    """OpenAI's objects for one conversation; tool calls are told from text by ``parser``."""
+    """OpenAI's objects for one conversation; calls of ``tools`` are told from text by ``parser``."""
 
-    def __init__(self, head: Head, token_text: TokenText | None = None, parser: ToolParser | None = None) -> None:
+    def __init__(
+        self, head: Head, token_text: TokenText | None = None, parser: ToolParser | None = None, tools: Tools = ()
+    ) -> None:
         self._head = head
         self._token_text = token_text
         self._parser = parser
+        self._tools = tools
         self._begun: set[int] = set()
         self._calling: set[int] = set()
         self._parsers: dict[int, StreamingToolParser] = {}
@@ -119,13 +123,13 @@ class ChatForm:
     def _message(self, output: Output) -> dict[str, Any]:
         if self._parser is None:
             return chat_message(output.text)
-        parsed = self._parser.parse(output.text)
+        parsed = self._parser.parse(output.text, self._tools)
         return chat_message(parsed.content, [tool_call(c.id, c.name, c.arguments) for c in parsed.tool_calls])
 
     def _content(self, piece: Delta) -> dict[str, Any]:
         if self._parser is None:
             return {"content": piece.text}
-        stream = self._parsers.setdefault(piece.index, self._parser.stream())
+        stream = self._parsers.setdefault(piece.index, self._parser.stream(self._tools))
         found = [*stream.push(piece.text), *(stream.flush() if piece.output is not None else ())]
         calls = [c for c in found if isinstance(c, ToolCallDelta)]
         text = "".join(c.text for c in found if not isinstance(c, ToolCallDelta))

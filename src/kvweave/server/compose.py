@@ -18,6 +18,7 @@ from kvweave.server.request_log import RequestLog
 from kvweave.server.segments import SegmentDirectory
 from kvweave.server.settings import ServerSettings
 from kvweave.server.state import ServerState
+from kvweave.tools import get_parser, pick_parser
 
 _WORKERS = 4
 
@@ -27,6 +28,7 @@ def make_state(
 ) -> ServerState:
     """Raises ``ConfigError``s before anything is loaded, then ``ModelError``s."""
     keys = make_keys(settings)
+    named = None if settings.tool_parser in ("auto", "none") else get_parser(settings.tool_parser)
     options = settings.engine_options(home, psutil.virtual_memory().total)
     requests = RequestLog(settings.request_log)
     llm = LLM(settings.model, progress=progress, **options)
@@ -37,6 +39,7 @@ def make_state(
         gate_settings(llm.config),
         force=settings.gate == "force",
     )
+    picked = pick_parser(llm.tokenizer.chat_template or "", llm.engine.parts.adapter.config.model_type)
     return ServerState(
         settings=settings,
         llm=llm,
@@ -45,6 +48,7 @@ def make_state(
         requests=requests,
         metrics=ServerMetrics(settings.served_model_name or llm.name, llm.engine, lambda: gate_states(gates)),
         segments=SegmentDirectory(llm),
+        tool_parser=get_parser(picked) if settings.tool_parser == "auto" and picked is not None else named,
         workers=ThreadPoolExecutor(_WORKERS, thread_name_prefix="kvweave-server"),
     )
 

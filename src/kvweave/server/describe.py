@@ -59,19 +59,32 @@ def answers(kind: str | None = None, *, stream: bool = False) -> dict[int | str,
     content: dict[str, Any] = {"application/json": {"schema": schema}}
     if stream:
         content["text/event-stream"] = {"schema": _STRING}
-    error = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}
     described: dict[int | str, dict[str, Any]] = {200: {"description": "Done.", "content": content}}
-    return described | {status: {"description": text, "content": error} for status, text in _ERRORS.items()}
+    return described | {status: {"description": text} for status, text in _ERRORS.items()}
 
 
-def openapi(app: FastAPI) -> dict[str, Any]:
-    """The document of ``app``, made once."""
-    if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-        _, models = models_json_schema([(model, "validation") for model in BODIES], ref_template=_REF)
-        schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        schemas |= {**models["$defs"], "Error": _ERROR}
-        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"key": []}, {}]
-        app.openapi_schema = document
-    return app.openapi_schema
+def document_of(app: FastAPI) -> dict[str, Any]:
+    """The document of an application. It says nothing about the model that is served."""
+    document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    _, models = models_json_schema([(model, "validation") for model in BODIES], ref_template=_REF)
+    components = document.setdefault("components", {})
+    components["schemas"] = {**models["$defs"], "Error": _ERROR}
+    components["responses"] = {str(status): _error_response(text) for status, text in _ERRORS.items()}
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            _refer_to_errors(operation["responses"])
+    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    document["security"] = [{"key": []}, {}]
+    return document
+
+
+def _error_response(text: str) -> dict[str, Any]:
+    return {"description": text, "content": {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}}
+
+
+def _refer_to_errors(responses: dict[str, Any]) -> None:
+    """All endpoints have the same errors, which stand in the document once."""
+    responses.pop("422", None)  # FastAPI's own, which ours never is
+    for status in responses:
+        if int(status) in _ERRORS:
+            responses[status] = {"$ref": f"#/components/responses/{status}"}

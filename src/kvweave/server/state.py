@@ -16,9 +16,9 @@ from kvweave.models.constraints import GrammarCompiler
 from kvweave.protocol.cache import Pin
 from kvweave.protocol.limits import Limits
 from kvweave.protocol.responses import Head
-from kvweave.server.tool_calls import ToolParser
 from kvweave.store.guard import Guarded
 from kvweave.store.tiered import TieredStore
+from kvweave.tools import ToolParser
 
 if TYPE_CHECKING:
     from kvweave.engine.loop import EngineLoop
