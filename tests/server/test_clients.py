@@ -149,7 +149,7 @@ def test_tools_reach_the_template(tmp_path: Path) -> None:
     template = (
         "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
     )
-    write_tiny_model(tmp_path, chat_template=listed + said)
+    write_tiny_model(tmp_path, chat_template=template)
     with live_server(tmp_path, tmp_path) as live:
         body = {"messages": MESSAGES, "tools": [WEATHER], "max_tokens": 1}
 
