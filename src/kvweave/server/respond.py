@@ -75,6 +75,7 @@ async def respond(
         accepted = await while_connected(request, _begin(state, accept, answers))
         answer = _Answer(state, request, accepted, answers)
         headers = {"x-kvweave-ignored": ", ".join(accepted.ignored)} if accepted.ignored else {}
+        state.ignored.tell(accepted.ignored)
         if not accepted.stream:
             return JSONResponse(await while_connected(request, answer.whole()), headers=headers)
         if state.settings.keepalive:
@@ -164,7 +165,8 @@ class _Answer:
         """What the caches lack turns out at lookup."""
         lookup = self._answers.sequences[prompt].lookup
         reason = None if lookup is None else lookup.fallback_reason
-        if self._accepted.cache.fallback == "refuse" and reason is not None:
+        asked = self._accepted.jobs[prompt].exchange.asked  # with auto it is the server's choice
+        if self._accepted.cache.fallback == "refuse" and asked == "fused" and reason is not None:
             raise ReuseRefused(
                 f"fallback=refuse, but this request ran exact ({reason}). "
                 "Store its documents first with POST /v1/cache/warm, or send fallback=allow."

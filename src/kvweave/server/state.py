@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from kvweave.server.request_log import RequestLog
     from kvweave.server.segments import SegmentDirectory
     from kvweave.server.settings import ServerSettings
+
+
+LOG = logging.getLogger("kvweave.server")
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,21 @@ class Metrics(Protocol):
         ...
 
 
+class Ignored:
+    """Names of fields without effect, each of which the log tells once. For one thread."""
+
+    _MOST = 1000  # names come from callers
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def tell(self, names: Iterable[str]) -> None:
+        new = sorted(set(names) - self._told)
+        if new and len(self._told) < self._MOST:
+            self._told.update(new)
+            LOG.info("fields without effect: %s", ", ".join(new))
+
+
 @dataclass
 class ServerState:
     """One running server; ``app.state.server`` of its app."""
@@ -104,6 +123,7 @@ class ServerState:
     """Rendering, tokenising and whatever else takes longer than an event loop may stand still."""
     tool_parser: ToolParser | None = None
     """None: answers of this model hold no calls that could be told from text."""
+    ignored: Ignored = field(default_factory=Ignored)
     started_at: float = field(default_factory=time.time)
     """Unix time."""
 
