@@ -292,3 +292,13 @@ def test_prompt_logprobs_are_the_models_own_and_none_where_kv_was_reused(techniq
         assert [t for t, _ in found.top] == native[i - 1].topk(2).indices.tolist()
     reused = output.reuse.cached_tokens + output.reuse.fused_tokens
     assert len(computed) <= len(prompt.token_ids) - reused
+
+
+def test_what_the_server_chose_itself_has_no_reason() -> None:
+    _, prompt = standard()
+    made = make_technique("naive")
+    lab = Lab()
+    for asked, reason in (("fused", "no_chunk_hit"), ("auto", None)):
+        request = Request(prompt, SamplingParams(max_tokens=0), made, asked, ((BOS,),))
+        (output,) = lab.engine.run([lab.engine.add(request)])
+        assert (output.reuse.ran, output.reuse.fallback_reason) == ("exact", reason)

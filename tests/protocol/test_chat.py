@@ -151,3 +151,8 @@ def test_limits(limits: Limits, fields: dict[str, Any]) -> None:
     parse(**fields)
     with pytest.raises(InvalidRequest):
         parse_chat({"messages": [USER], **fields}, {}, limits)
+
+
+def test_too_many_messages_are_refused_before_any_is_looked_at() -> None:
+    with pytest.raises(InvalidRequest, match="limits"):
+        parse_chat({"messages": [None] * 5000}, {})

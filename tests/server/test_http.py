@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import queue
+import socket
 import threading
 from collections.abc import Iterator
 from logging.handlers import QueueHandler
@@ -85,6 +86,14 @@ def test_errors_have_one_shape(live: Live) -> None:
     error_of(live.post(CHAT, {**HELLO, "cache": {"reuze": "exact"}}), 400, "unknown_cache_field")
     long = {**HELLO, "messages": [{"role": "user", "content": "x" * 3000}], "max_tokens": 10**6}
     assert live.post(CHAT, long | {"max_tokens": 1}).status_code == 200
+
+
+def test_a_body_that_is_announced_too_large_is_refused_before_it_comes(live: Live) -> None:
+    host, _, port = live.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        lines = [f"POST {CHAT} HTTP/1.1", "Host: localhost", "Content-Type: application/json", "Content-Length: 99999999999"]
+        connection.sendall("\r\n".join([*lines, "", ""]).encode())
+        assert b" 413 " in connection.recv(100)
 
 
 def test_bodies_are_json_and_not_too_large(live: Live) -> None:

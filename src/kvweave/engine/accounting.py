@@ -73,7 +73,7 @@ def make_report(sequence: Sequence, layers: int) -> ReuseReport:
         prefilled_tokens=tokens["prefilled"],
         cache_write_tokens=classes.published,
         prefix_tokens=classes.prefix,
-        fallback_reason=lookup.fallback_reason,
+        fallback_reason=None if sequence.request.asked == "auto" else lookup.fallback_reason,  # the server's own choice
         ratio=getattr(lookup.technique if reusable else sequence.request.technique, "ratio", None),
         budget=classes.charged / (layers * reusable) if reusable else 0.0,
         segments=tuple(replace(s, tokens=classes.count(s.start, s.stop)) for s in lookup.segments),

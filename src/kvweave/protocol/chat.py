@@ -63,6 +63,8 @@ def parse_chat(
     ``strict``: unknown fields are errors, too. Defaults are those of OpenAI's interface, temperature 1.0 among them.
     """
     limits = limits or Limits()
+    if isinstance(body, Mapping) and isinstance(listed := body.get("messages"), list):
+        _check_count(len(listed), 0, limits)  # before each of them is looked at
     checked = validate(ChatCompletionBody, body)
     received = receive(checked, body, headers, limits)
     segments = Segments(limits)
@@ -85,6 +87,15 @@ def parse_chat(
     )
 
 
+def _check_count(messages: int, parts: int, limits: Limits) -> None:
+    if messages > limits.messages or parts > limits.parts:
+        raise InvalidRequest(
+            f"messages: {messages:,} with {parts:,} parts, the limits are {limits.messages:,} and {limits.parts:,}. "
+            "Join texts, or leave old messages out.",
+            param="messages",
+        )
+
+
 def parse_conversation(
     body: ChatCompletionBody | TokenizeBody, raw: Mapping[str, Any], segments: Segments, limits: Limits
 ) -> Conversation:
@@ -94,12 +105,7 @@ def parse_conversation(
     """
     messages = body.messages or []
     parts = sum(len(m.content) for m in messages if isinstance(m.content, list))
-    if len(messages) > limits.messages or parts > limits.parts:
-        raise InvalidRequest(
-            f"messages: {len(messages):,} with {parts:,} parts, the limits are {limits.messages:,} and {limits.parts:,}. "
-            "Join texts, or leave old messages out.",
-            param="messages",
-        )
+    _check_count(len(messages), parts, limits)
     if body.continue_final_message and body.add_generation_prompt:
         raise ConflictingFields(
             "continue_final_message and add_generation_prompt exclude each other. Send one of them.",

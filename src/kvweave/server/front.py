@@ -61,7 +61,7 @@ class Front:
         answer = _Answer(note, send)
         try:
             self._check(scope, headers)
-            await self._app(scope, self._limited(receive, headers), answer.send)
+            await self._app(scope, self._limited(receive), answer.send)
         except ClientDisconnect:
             note.status = _GONE
         except Exception as error:
@@ -85,22 +85,25 @@ class Front:
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if scope["method"] in ("POST", "PUT", "PATCH") and kind != "application/json":
             raise UnsupportedMediaType("Send Content-Type: application/json.")
-
-    def _limited(self, receive: Receive, headers: Headers) -> Receive:
-        """``receive`` that stops at the limit, whatever the headers promised."""
         announced = headers.get("content-length", "")
+        self._check_size(int(announced) if announced.isascii() and announced.isdecimal() else 0)
+
+    def _check_size(self, size: int) -> None:
+        if size > self._body_bytes:
+            raise RequestTooLarge(
+                f"The body has {_size(size)} or more, the limit is {_size(self._body_bytes)}. "
+                "Send less, or raise --max-body."
+            )
+
+    def _limited(self, receive: Receive) -> Receive:
+        """``receive`` that stops at the limit, whatever the headers promised."""
         read = 0
 
         async def limited() -> Message:
             nonlocal read
             message = await receive()
             read += len(message.get("body", b""))
-            promised = int(announced) if announced.isascii() and announced.isdecimal() else 0
-            if max(read, promised) > self._body_bytes:
-                raise RequestTooLarge(
-                    f"The body has {_size(max(read, promised))} or more, the limit is {_size(self._body_bytes)}. "
-                    "Send less, or raise --max-body."
-                )
+            self._check_size(read)
             return message
 
         return limited
