@@ -2,7 +2,7 @@
 
 Every peer is started in turn on a free port, with the same model, and gets the same texts from the same client. CPU seconds
 stand beside wall time, as other work on the machine changes only the latter. A peer that isn't there is skipped with a note.
-The last line of stdout is one JSON object.
+Stdout has a line of JSON a row, and last one object of them all.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ def compare(
 
     def keep(row: Row) -> None:
         found.append(row)
+        print(json.dumps(row), flush=True)  # a run takes long: what is measured isn't lost where it is cut short
         load = f"{row['workload']}, {row['concurrency']} at a time"
         told(f"{row['peer']}, {load}: TTFT {_cell(row['ttft_ms'], 0)} ms, {sum(row['errors'].values())} failed")
 

@@ -115,8 +115,9 @@ def test_the_last_line_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = ("--requests", "2", "--documents", "2", "--document-tokens", "10", "--output-tokens", "2", "--queries", "0")
     with contextlib.redirect_stdout(out):
         code = serving_benchmark.main(["--model", "x", "--workloads", "fresh", "--concurrency", "1", *sizes])
-    result = json.loads(out.getvalue().splitlines()[-1])
+    *rows, result = (json.loads(line) for line in out.getvalue().splitlines())
     assert code == 0
+    assert rows == result["rows"]
     assert [row["workload"] for row in result["rows"]] == ["fresh"]
     assert result["skipped"] == {"vllm": "absent"}
 
