@@ -1,4 +1,4 @@
-"""The command line: ``kvweave ask | precompute | cache | models | techniques | doctor``.
+"""The command line. ``kvweave --help`` lists its commands.
 
 Importing it loads neither torch nor transformers.
 """
