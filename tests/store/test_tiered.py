@@ -758,9 +758,15 @@ def test_a_pin_that_fits_nowhere_is_refused() -> None:
 def test_nobody_waits_for_room_behind_a_write_that_hangs() -> None:
     opened = threading.Event()
     one, two, three = (record(i, Scope.of("t")) for i in (1, 2, 3))
-    behind = WriteBehind(lambda record, epoch: opened.wait(30) and None, SIZE, threads=1, patience=0.1)
+    begun = threading.Event()
+
+    def hang(record: ChunkRecord, epoch: int) -> None:
+        begun.set()
+        opened.wait(30)
+
+    behind = WriteBehind(hang, SIZE, threads=1, patience=0.1)
     assert behind.offer(one, 0)
-    wait_for(lambda: behind.queued[1] == SIZE)
+    assert begun.wait(30)
     assert behind.offer(two, 0)
     behind.wait_for_room()
     assert not behind.offer(three, 0, wait=True)
