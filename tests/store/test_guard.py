@@ -305,7 +305,8 @@ class Machine(RuleBasedStateMachine):
         self.outcomes.append(outcome == "ok")
         last = self.outcomes[-20:]
         in_a_row = len(last) >= 5 and not any(last[-5:])
-        if outcome == "timed_out" or in_a_row or (len(last) == 20 and last.count(False) >= 10):
+        half = len(last) == 20 and last.count(False) >= 10
+        if outcome == "timed_out" or in_a_row or (outcome == "failed" and half):  # a success never opens it
             self.opened_at = self.clock.now
             self.outcomes = []
 
@@ -330,4 +331,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestBreaker = Machine.TestCase
-TestBreaker.settings = settings(max_examples=60, stateful_step_count=60, deadline=None, derandomize=True)
+TestBreaker.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
