@@ -137,6 +137,7 @@ def test_the_verdict_opens_the_gate_of_this_model_alone(llm: LLM, tmp_path: Path
     assert record.first_mean == pytest.approx(0.01)
     assert record.mean < record.upper < 0.04
     assert record.passed
+    assert record.attention == llm.built.attention
     store = GateStore(tmp_path)
     store.write(record)
     assert Gates(store, llm.built.fingerprint, gate_settings(llm.config)).of(Naive()) == Gate("open", record.upper)

@@ -53,6 +53,7 @@ RECORD = GateRecord(
     data="some:0123",
     model="m",
     measured_at="2026-12-01T00:00:00+00:00",
+    attention="blocked",
     version="0.1.0",
 )
 

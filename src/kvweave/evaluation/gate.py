@@ -147,6 +147,7 @@ def verdict(llm: LLM, technique: Technique, results: Sequence[PromptDivergence],
         data=data,
         model=llm.name,
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        attention=llm.built.attention,
         version=version("kvweave"),
     )
 

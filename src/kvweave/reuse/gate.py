@@ -34,7 +34,7 @@ DEFAULT_LIMIT = 0.05
 """Nats."""
 _FORMAT = 1
 _NUMBERS = ("limit", "mean", "upper", "first_mean", "first_upper")
-_TEXTS = ("fingerprint", "technique", "model", "data", "measured_at", "version")
+_TEXTS = ("fingerprint", "technique", "model", "data", "measured_at", "attention", "version")
 _KINDS: dict[str, type | UnionType] = {
     **dict.fromkeys(_NUMBERS, int | float),
     **dict.fromkeys(_TEXTS, str),
@@ -68,6 +68,8 @@ class GateRecord:
     """As it was named then."""
     measured_at: str
     """ISO 8601, UTC."""
+    attention: str
+    """Backend that computed it. Not in ``settings``: it is chosen anew at every start, and rounds differently at most."""
     version: str
     """Of kvweave."""
 
